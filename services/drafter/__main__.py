@@ -1,0 +1,47 @@
+"""`python -m services.drafter`: one drafter, configured by TRINE_* variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+
+from services.drafter.config import DrafterSettings
+from services.drafter.service import DrafterWorker
+from services.drafter.sources.lookup import Lookup
+from services.drafter.sources.model import ModelSource
+from shared.errors import ConfigError
+from shared.tokenizer import Tokenizer
+from shared.worker import Connect, load_engine, main, model_folder
+
+
+def build_model_source(settings: DrafterSettings, target: Path, vocabulary: str) -> ModelSource:
+    """The draft model. Blocking. ConfigError if its vocabulary is not the target's."""
+    folder = model_folder(settings.drafter_model) if settings.drafter_model else target
+    if folder != target and Tokenizer.load(folder).digest != vocabulary:
+        raise ConfigError(f"the vocabulary of drafter_model {settings.drafter_model} is not that of {settings.model}")
+    engine = load_engine(settings, folder, None if settings.drafter_model else settings.drafter_layers)
+    return ModelSource(engine, within_budget=settings.draft_source == "auto")
+
+
+if __name__ == "__main__":
+    settings = DrafterSettings()
+
+    async def make(worker: str, connect: Connect) -> DrafterWorker:
+        folder = await anyio.to_thread.run_sync(model_folder, settings.model)
+        tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
+        vocabulary = tokenizer.digest
+        slow = None
+        if settings.draft_source != "lookup":
+            slow = await anyio.to_thread.run_sync(build_model_source, settings, folder, vocabulary)
+        return DrafterWorker(
+            settings,
+            await connect("control"),
+            worker,
+            instant=[] if settings.draft_source == "model" else [Lookup(settings.lookup_min_match)],
+            slow=slow,
+            vocabulary=vocabulary,
+            vocab_size=tokenizer.vocab_size,
+        )
+
+    main("drafter", settings, make)

@@ -1,0 +1,19 @@
+"""`python -m services.prefill`: one prefill worker, configured by TRINE_* variables."""
+
+from __future__ import annotations
+
+import anyio
+
+from services.prefill.config import PrefillSettings
+from services.prefill.service import PrefillWorker
+from shared.worker import Connect, load_engine, main, model_folder
+
+if __name__ == "__main__":
+    settings = PrefillSettings()
+
+    async def make(worker: str, connect: Connect) -> PrefillWorker:
+        folder = await anyio.to_thread.run_sync(model_folder, settings.model)
+        engine = await anyio.to_thread.run_sync(load_engine, settings, folder)
+        return PrefillWorker(settings, await connect("control"), await connect("bulk"), worker, engine)
+
+    main("prefill", settings, make)

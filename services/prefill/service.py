@@ -1,0 +1,254 @@
+"""The prefill worker: takes jobs, pulls what the cache has, computes the rest in chunks, publishes each full block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import anyio
+
+from services.prefill.config import PrefillSettings
+from services.prefill.scheduler import PrefillScheduler, PrefillTask, PrefillWork
+from shared.actor import Actor
+from shared.bus.base import Bus, ConsumerSpec, Incoming, Job, StreamSpec
+from shared.cache import naming
+from shared.cache.blocks import BlockAllocator, OutOfBlocks
+from shared.cache.follower import IndexFollower
+from shared.cache.publisher import BlockPublisher
+from shared.cache.store import StreamBlockStore, block_stream, index_for
+from shared.codec import decode
+from shared.engine.base import StepEngine
+from shared.errors import BusError, InvalidField, RequestError
+from shared.messages import Identity, Load, PrefillJob
+from shared.streams import prefill_consumer, prefill_stream
+from shared.subjects import last
+
+PULL_S = 5.0
+MAX_DELIVERIES = 3
+PAGE = 16  # blocks fetched at once
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    job: Job
+    request_id: str
+    task: PrefillTask
+    started: float = field(default_factory=time.monotonic)
+    cached: int = 0
+    """Blocks that did not have to be computed."""
+
+
+class PrefillWorker(Actor):
+    role = "prefill"
+
+    def __init__(self, settings: PrefillSettings, bus: Bus, bulk: Bus, worker: str, engine: StepEngine) -> None:
+        super().__init__(settings, bus, worker)
+        self._settings = settings
+        self._engine = engine
+        self._info = engine.info
+        self._allocator = BlockAllocator(self._info.kv_blocks, self._info.block_size)
+        self._scheduler = PrefillScheduler(
+            self._allocator, block_size=self._info.block_size, chunk_tokens=settings.chunk_tokens
+        )
+        self._block_stream = block_stream(self.subjects, settings.cache_bytes)
+        self._index = index_for(bulk, engine.identity)
+        self._follower = IndexFollower(bulk, self.subjects, self._index, self._block_stream)
+        self._store = StreamBlockStore(bulk, self.subjects, engine.identity, self._index)
+        self._publisher = BlockPublisher(self._allocator, self._store, self._index, engine.read_block, worker)
+        self._running: dict[int, _Running] = {}
+        self._changed = anyio.Event()
+
+    # Actor
+
+    def streams(self) -> list[StreamSpec]:
+        return [prefill_stream(self.subjects), self._block_stream]
+
+    def consumers(self) -> list[ConsumerSpec]:
+        return [prefill_consumer(self.subjects, self.settings)]
+
+    def identity(self) -> Identity:
+        return self._engine.identity
+
+    def vocabulary(self) -> str:
+        return self._info.vocabulary
+
+    def load(self) -> Load:
+        return Load(running=len(self._running), free_blocks=self._allocator.available)
+
+    async def setup(self) -> None:
+        await self._follower.start()
+        await self.bus.subscribe(self.subjects.cancels, self._on_cancel)
+
+    def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        return {
+            "intake": self._intake,
+            "steps": self._steps,
+            "publish": self._publisher.run,
+            "holds": self._hold_jobs,
+        }
+
+    async def drain(self) -> None:
+        """Finish the jobs at hand; hand back those that take too long."""
+        with anyio.move_on_after(self._settings.drain_s):
+            while self._running:
+                await self._changed.wait()
+        for running in list(self._running.values()):
+            await self._settle(running.job.nak)
+        await self._follower.close()
+        await self._store.close()
+
+    # Jobs
+
+    async def _intake(self) -> None:
+        while not self.draining.is_set():
+            if len(self._running) >= self._settings.max_jobs:
+                await self._changed.wait()
+                continue
+            for job in await self.until_bus(self._pull):
+                await self._accept(job)
+        await anyio.sleep_forever()  # draining: `run` ends this task
+
+    async def _pull(self) -> list[Job]:
+        return await self.bus.pull(self.subjects.prefill_stream, self.subjects.prefill_consumer, 1, PULL_S)
+
+    async def _accept(self, job: Job) -> None:
+        if self.draining.is_set():
+            await self._settle(job.nak)
+            return
+        if job.seq in self._running:  # redelivered although it runs here: a hold came too late
+            self._running[job.seq].job = job
+            return
+        try:
+            running = self._parse(job)
+        except RequestError as error:
+            self.counters["jobs_refused"] += 1
+            self.log.warning("job refused", error=error.message, field=error.field)
+            await self._settle(job.term)
+            return
+        self._running[job.seq] = running
+        self.spawn(self._prepare, running)
+
+    def _parse(self, job: Job) -> _Running:
+        message = decode(job.data, PrefillJob)
+        if message.fingerprint != self._info.fingerprint:
+            raise InvalidField("the job is for other weights", field="fingerprint")
+        if len(message.token_ids) > self._info.context_length or len(message.token_ids) % self._info.block_size:
+            raise InvalidField("not a whole number of blocks within the context", field="token_ids")
+        if not message.token_ids or max(message.token_ids) >= self._info.vocab_size:
+            raise InvalidField("ids outside the vocabulary", field="token_ids")
+        if len(message.token_ids) // self._info.block_size > self._info.kv_blocks:
+            raise InvalidField("more blocks than this worker has", field="token_ids")
+        if job.age * 1000 > message.budget_ms or job.delivered > MAX_DELIVERIES:
+            raise InvalidField(f"too late: delivery {job.delivered} after {job.age:.1f} s", field="budget_ms")
+        root = naming.root(self._engine.identity, message.tenant)
+        task = PrefillTask(str(job.seq), tuple(message.token_ids), root, self._info.block_size)
+        return _Running(job, message.request_id, task)
+
+    async def _prepare(self, running: _Running) -> None:
+        """Blocks for the job, filled from pool and shared cache as far as they have it; then it joins the steps."""
+        task = running.task
+        while not task.ended:
+            try:
+                self._scheduler.admit(task)
+                break
+            except OutOfBlocks:
+                await self._changed.wait()
+        if task.ended:
+            return
+        local = task.have
+        await self._fetch(task)
+        running.cached = task.have
+        if task.ended:
+            return
+        for index in range(local):  # ours, but perhaps evicted from the shared cache
+            self._publisher.offer(task.meta(index))
+        self._scheduler.start(task)
+        self._notify()
+
+    async def _fetch(self, task: PrefillTask) -> None:
+        upto = task.have + self._index.longest(task.names[task.have :])
+        while task.have < upto:
+            page = range(task.have, min(task.have + PAGE, upto))
+            metas = [task.meta(i) for i in page]
+            found = await self._store.get(metas)
+            for index, meta in zip(page, metas, strict=True):
+                if task.ended or meta.name not in found:
+                    return
+                self._engine.write_block(task.table[index], found[meta.name])
+                self._scheduler.filled(task, index)
+
+    async def _finish(self, running: _Running) -> None:
+        """Ack when every block is stored, or was given up by the store: then the decode worker computes it."""
+        await self._publisher.settled(running.task.names)
+        await self._settle(running.job.ack)
+        self._forget(running)
+        self.counters["jobs_done"] += 1
+        self.log.info(
+            "job done",
+            request=running.request_id,
+            tokens=len(running.task.tokens),
+            cached_blocks=running.cached,
+            ms=round((time.monotonic() - running.started) * 1e3),
+        )
+
+    def _forget(self, running: _Running) -> None:
+        self._scheduler.end(running.task)
+        self._running.pop(running.job.seq, None)
+        self._notify()
+
+    async def _settle(self, action: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await action()
+        except BusError as error:
+            self.log.debug("job not settled; it comes again", error=str(error))
+
+    async def _on_cancel(self, message: Incoming) -> None:
+        request_id = last(message.subject)
+        for running in list(self._running.values()):
+            if running.request_id == request_id:
+                self.counters["cancelled"] += 1
+                self._forget(running)
+                await self._settle(running.job.term)
+
+    async def _hold_jobs(self) -> None:
+        while True:
+            await anyio.sleep(self.settings.ack_wait_s / 3)
+            for running in list(self._running.values()):
+                await self._settle(running.job.hold)
+
+    # Steps
+
+    async def _steps(self) -> None:
+        finishing: set[PrefillTask] = set()
+        while True:
+            changed = self._changed
+            works = self._scheduler.plan()
+            for task in self._scheduler.finished():
+                if task not in finishing:
+                    finishing.add(task)
+                    self.spawn(self._finish, self._running[int(task.id)])
+            finishing = {t for t in finishing if not t.ended}
+            if not works:
+                await changed.wait()
+                continue
+            await self._step(works)
+
+    async def _step(self, works: list[PrefillWork]) -> None:
+        try:
+            await self.in_engine(self._engine.step, [w.span for w in works])
+        except Exception:
+            self.counters["failed_steps"] += 1
+            self.log.exception("step failed; its jobs are given back")
+            self._scheduler.abandon(works)
+            for running in [r for r in self._running.values() if r.task in {w.task for w in works}]:
+                self._forget(running)
+                await self._settle(running.job.nak)
+            return
+        for task, filled in self._scheduler.complete(works):
+            for index in filled:
+                self._publisher.offer(task.meta(index))
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

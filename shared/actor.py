@@ -1,0 +1,197 @@
+"""Base of all workers: one task group, named side tasks, a beat, draining on SIGTERM, one thread for forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ClassVar, Literal, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+import structlog
+
+from shared.bus.base import Bus, ConsumerSpec, Incoming, StreamSpec
+from shared.codec import decode, encode
+from shared.config import Settings
+from shared.errors import BusError, RequestError
+from shared.messages import Beat, Identity, Load
+from shared.peers import Peers
+from shared.subjects import Subjects
+from shared.telemetry import Counters
+
+T = TypeVar("T")
+Role = Literal["prefill", "decode", "drafter"]
+RETRY_S = 0.5
+
+
+class SideTaskEnded(Exception):
+    """A side task returned although the worker was not stopping. The worker must not go on half alive."""
+
+
+class Actor:
+    """One worker. Subclasses say which streams they need, what runs beside what, and how they drain.
+
+    A side task that ends or raises stops the whole worker with that error; the supervisor starts it again.
+    Bus trouble is not such an error: side tasks retry it themselves (`until_bus`).
+    """
+
+    role: ClassVar[Role]
+
+    def __init__(self, settings: Settings, bus: Bus, worker: str) -> None:
+        self.settings = settings
+        self.bus = bus
+        self.worker = worker
+        self.subjects = Subjects(settings.served_name)
+        self.peers = Peers(settings.peer_timeout_s)
+        self.counters = Counters()
+        self.draining = anyio.Event()
+        self.ready = anyio.Event()
+        self.log = structlog.get_logger().bind(role=self.role, worker=worker)
+        self._group: TaskGroup | None = None
+        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+
+    # What subclasses provide
+
+    def streams(self) -> list[StreamSpec]:
+        return []
+
+    def consumers(self) -> list[ConsumerSpec]:
+        return []
+
+    async def setup(self) -> None:
+        """Subscribe mailboxes. Streams exist already."""
+
+    def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        return {}
+
+    async def drain(self) -> None:
+        """Finish or hand back all work. Called once, after `draining` is set; the beat says so meanwhile."""
+
+    def identity(self) -> Identity | None:
+        return None
+
+    def vocabulary(self) -> str:
+        return ""
+
+    def load(self) -> Load:
+        return Load()
+
+    # Life
+
+    async def run(self) -> None:
+        """Live until drained. Raises what a side task raised."""
+        try:
+            await self.ensure_streams()
+            self.bus.on_reconnect(self.ensure_streams)
+            await self.bus.subscribe(self.subjects.beats, self._on_beat)
+            await self.setup()
+            async with anyio.create_task_group() as group:
+                self._group = group
+                for name, task in {"beat": self._beat, **self.side_tasks()}.items():
+                    group.start_soon(self._guard, name, task, name=name)
+                self.ready.set()
+                self.log.info("ready", model=self.settings.served_name)
+                await self.draining.wait()
+                self.log.info("draining")
+                await self.drain()
+                group.cancel_scope.cancel()
+            self.log.info("stopped")
+        finally:
+            self._engine_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _logged(self, function: Callable[..., Awaitable[object]], args: Sequence[object] = ()) -> None:
+        try:
+            await function(*args)
+        except Exception:
+            self.log.exception("task died; stopping", task=getattr(function, "__name__", repr(function)))
+            raise
+
+    async def _guard(self, name: str, task: Callable[[], Awaitable[None]]) -> None:
+        await self._logged(task)
+        if not self.draining.is_set():
+            self.log.error("side task ended; stopping", task=name)
+            raise SideTaskEnded(name)
+
+    def spawn(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Run a task of this worker beside the others; it ends with the worker, and an error in it ends the worker."""
+        if self._group is None:
+            raise RuntimeError("the worker is not running")
+        self._group.start_soon(self._logged, function, args)
+
+    async def in_engine(self, function: Callable[..., T], *args: object) -> T:
+        """Run a blocking forward pass in this worker's one engine thread. Cancellation waits for it to end."""
+        future = asyncio.get_running_loop().run_in_executor(self._engine_thread, partial(function, *args))
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([future])
+        return future.result()
+
+    async def until_bus(self, action: Callable[[], Awaitable[T]], deadline_s: float = float("inf")) -> T:
+        """Repeat `action` until the bus lets it through; re-creates streams that went away with a restarted server."""
+        started = time.monotonic()
+        while True:
+            try:
+                return await action()
+            except BusError as error:
+                if time.monotonic() - started > deadline_s:
+                    raise
+                self.counters["bus_retries"] += 1
+                self.log.debug("bus trouble; retrying", error=str(error))
+                await anyio.sleep(RETRY_S)
+                if error.code == "stream_missing":
+                    await self._try_ensure()
+
+    async def ensure_streams(self) -> None:
+        """Create what is missing; ConfigError if what exists differs. Waits for the bus."""
+        await self.until_bus(self._ensure)
+
+    async def _ensure(self) -> None:
+        for stream in self.streams():
+            await self.bus.ensure_stream(stream)
+        for consumer in self.consumers():
+            await self.bus.ensure_consumer(consumer)
+
+    async def _try_ensure(self) -> None:
+        try:
+            await self._ensure()
+        except BusError as error:
+            self.log.debug("streams not ensured yet", error=str(error))
+
+    # Beats
+
+    def beat(self) -> Beat:
+        return Beat(
+            role=self.role,
+            worker=self.worker,
+            identity=self.identity(),
+            vocabulary=self.vocabulary(),
+            draining=self.draining.is_set(),
+            counters={**self.counters, **{k: v for k, v in self.bus.counters.items() if v}},
+            load=self.load(),
+        )
+
+    async def _beat(self) -> None:
+        subject = self.subjects.beat(self.role, self.worker)
+        while True:
+            try:
+                await self.bus.publish(subject, encode(self.beat()))
+            except BusError:
+                self.counters["beats_unsent"] += 1
+            await anyio.sleep(self.settings.beat_s)
+
+    async def _on_beat(self, message: Incoming) -> None:
+        try:
+            beat = decode(message.data, Beat)
+        except RequestError as error:
+            self.counters["bad_messages"] += 1
+            self.log.warning("bad beat", error=str(error))
+            return
+        if beat.worker == self.worker:
+            return
+        self.peers.observe(beat, time.monotonic())
+        mine = self.identity()
+        if mine is not None and (differences := self.peers.mismatch(beat, mine, self.vocabulary())):
+            self.counters["mismatched_peers"] += 1
+            self.log.warning("not pairing with a peer that differs", peer=beat.worker, differs=differences)

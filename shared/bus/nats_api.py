@@ -1,0 +1,186 @@
+"""JetStream's API: questions and orders about streams and consumers, answered in JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from shared.bus.base import ConsumerSpec, StreamSpec, StreamState
+from shared.bus.nats_client import status_of
+from shared.bus.nats_connection import NO_RESPONDERS, Connection
+from shared.errors import BusDisconnected, BusError, ConfigError, StreamMissing
+
+TIMEOUT = 5.0
+
+# JetStream's error numbers: https://github.com/nats-io/nats-server/blob/main/server/errors.json
+CONSUMER_NOT_FOUND = 10014
+STREAM_NOT_FOUND = 10059
+NAME_IN_USE = frozenset({10013, 10058, 10148})
+NO_ROOM = frozenset({10002, 10023, 10028, 10047})
+
+
+class ApiError(BusError):
+    """JetStream refused. `status` is like HTTP's, `number` says exactly what."""
+
+    def __init__(self, message: str, status: int, number: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.number = number
+
+
+def parse(message: Msg) -> dict[str, Any]:
+    """The JSON object in an answer. Raises StreamMissing or ApiError for the error in it, BusError for other bytes."""
+    try:
+        answer = json.loads(message.data)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise BusError(f"not an answer of JetStream: {message.data[:80]!r}")
+    error = answer.get("error")
+    if not isinstance(error, dict):
+        return answer
+    number, text = int(error.get("err_code", 0)), str(error.get("description", "refused"))
+    if number in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
+        raise StreamMissing(text)
+    raise ApiError(text, int(error.get("code", 0)), number)
+
+
+@dataclass(frozen=True)
+class StreamInfo:
+    config: dict[str, Any]
+    created: str
+    state: StreamState
+
+
+class Api:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def ask(
+        self, subject: str, payload: dict[str, Any] | None = None, timeout: float = TIMEOUT
+    ) -> dict[str, Any]:
+        """Raises StreamMissing, ApiError, BusDisconnected (also when JetStream is not there)."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        data = json.dumps(payload).encode() if payload else b""
+        answer = await self._connection.call(f"$JS.API.{subject}", data, deadline)
+        if status_of(answer) == NO_RESPONDERS:
+            raise BusDisconnected("JetStream is not available on this NATS server")
+        return parse(answer)
+
+    async def stream(self, name: str) -> StreamInfo:
+        try:
+            info = await self.ask(f"STREAM.INFO.{name}")
+        except StreamMissing:
+            raise StreamMissing(f"stream {name} does not exist") from None
+        state = info["state"]
+        return StreamInfo(
+            info["config"],
+            info["created"],
+            StreamState(state["first_seq"], state["last_seq"], state["messages"], state["bytes"]),
+        )
+
+    async def consumer(self, stream: str, name: str) -> dict[str, Any]:
+        """A consumer's configuration."""
+        try:
+            config: dict[str, Any] = (await self.ask(f"CONSUMER.INFO.{stream}.{name}"))["config"]
+        except StreamMissing as error:
+            raise StreamMissing(f"consumer {name} of {stream}: {error}") from None
+        return config
+
+    async def stream_of(self, subject: str) -> str | None:
+        names = (await self.ask("STREAM.NAMES", {"subject": subject})).get("streams") or [None]
+        name: str | None = names[0]
+        return name
+
+    async def ensure_stream(self, spec: StreamSpec) -> None:
+        wanted = _stream_config(spec)
+        what = f"stream {spec.name}"
+        try:
+            found = (await self.stream(spec.name)).config
+        except StreamMissing:
+            try:
+                await self.ask(f"STREAM.CREATE.{spec.name}", wanted)
+                return
+            except ApiError as error:
+                if error.number not in NAME_IN_USE:
+                    raise _refusal(what, error, f" (max_bytes {spec.max_bytes}, {spec.storage})") from None
+            found = (await self.stream(spec.name)).config  # another worker was faster
+        _compare(what, found, wanted)
+
+    async def ensure_consumer(self, spec: ConsumerSpec) -> None:
+        wanted = _consumer_config(spec)
+        what = f"consumer {spec.name} of stream {spec.stream}"
+        try:
+            found = await self.consumer(spec.stream, spec.name)
+        except StreamMissing:
+            order = {"stream_name": spec.stream, "config": wanted, "action": "create"}
+            try:
+                await self.ask(f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.filter_subject}", order)
+                return
+            except StreamMissing:
+                raise StreamMissing(f"stream {spec.stream} does not exist") from None
+            except ApiError as error:
+                if error.number not in NAME_IN_USE:
+                    raise _refusal(what, error) from None
+            found = await self.consumer(spec.stream, spec.name)
+        _compare(what, found, wanted)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _stream_config(spec: StreamSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "subjects": list(spec.subjects),
+        "retention": spec.retention,
+        "storage": spec.storage,
+        "discard": spec.discard,
+        "max_bytes": spec.max_bytes,
+        "max_msgs": spec.max_msgs,
+        "max_msgs_per_subject": spec.max_msgs_per_subject,
+        "max_msg_size": spec.max_msg_size,
+        "max_age": _nanoseconds(spec.max_age),
+        "allow_direct": spec.allow_direct,
+    }
+
+
+def _consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "durable_name": spec.name,
+        "filter_subject": spec.filter_subject,
+        "ack_policy": "explicit",
+        "ack_wait": _nanoseconds(spec.ack_wait),
+        "max_deliver": spec.max_deliver,
+        "max_ack_pending": spec.max_ack_pending,
+    }
+
+
+def _refusal(what: str, error: ApiError, room: str = "") -> BusError | ConfigError:
+    if error.number in NO_ROOM:
+        return ConfigError(f"{what}: the NATS server has too little room for it{room}: {error}")
+    if error.status == NO_RESPONDERS:
+        return BusDisconnected(f"{what}: {error}")
+    return ConfigError(f"{what}: {error}")
+
+
+def _compare(what: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    def readable(field: str, value: Any) -> str:
+        return f"{value / 1e9:g} s" if field in ("max_age", "ack_wait") and isinstance(value, int) else f"{value}"
+
+    def same(a: Any, b: Any) -> bool:
+        return sorted(a) == sorted(b) if isinstance(a, list) and isinstance(b, list) else bool(a == b)
+
+    differences = [
+        f"{field} is {readable(field, found.get(field))}, expected {readable(field, value)}"
+        for field, value in wanted.items()
+        if not same(found.get(field), value)
+    ]
+    if differences:
+        raise ConfigError(f"{what} exists with another configuration: {'; '.join(differences)}")

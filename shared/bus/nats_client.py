@@ -1,0 +1,134 @@
+"""nats-py's client: made, and asked what only its inside knows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any, Protocol
+
+from nats import errors
+from nats.aio.client import Client, Server
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from shared.errors import BusDisconnected, ConfigError
+
+PING_INTERVAL = 5
+"""Seconds. Two pings without an answer end a connection whose server hangs."""
+CONNECT_TIMEOUT = 3
+FLUSH_TIMEOUT = 5.0
+
+
+class NatsClient(Client):
+    """Drops a dead connection at once, and what was not sent with it."""
+
+    async def _process_op_err(self, e: Exception) -> None:
+        # An orderly close would first wait for a server that may never read again.
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
+        await super()._process_op_err(e)
+
+    def forget_pending(self) -> None:
+        """Drop what was not sent yet: its senders have been told that the connection was lost."""
+        self._pending.clear()
+        self._pending_data_size = 0
+
+    async def mute(self, sub: Subscription) -> None:
+        """End the server's interest in `sub`, but still take what is on its way."""
+        await self._send_unsubscribe(sub._id)
+
+
+def user_headers(message: Msg) -> dict[str, str]:
+    """The headers its sender gave, without those of NATS itself."""
+    return {k: v for k, v in (message.headers or {}).items() if not k.startswith("Nats-")}
+
+
+def status_of(message: Msg) -> int | None:
+    """The code of a status message (404, 408, 503 …), None for an ordinary one."""
+    code = (message.headers or {}).get("Status")
+    return int(code) if code and code.isdigit() and not message.data else None
+
+
+def without_credentials(servers: list[str]) -> str:
+    return ", ".join(server.rpartition("@")[2].removeprefix("nats://") for server in servers)
+
+
+class Events(Protocol):
+    """What a client tells its owner."""
+
+    def on_error(self, error: Exception) -> None: ...
+    def on_lost(self, client: NatsClient) -> None: ...
+    def on_return(self) -> None: ...
+    def on_end(self, client: NatsClient) -> None:
+        """nats-py has given up on this client."""
+        ...
+
+
+async def dial(servers: list[str], name: str, wait: float | None, events: Events) -> NatsClient:
+    """A connected client, after up to `wait` seconds (None: for ever). It reconnects by itself, for ever.
+
+    Raises BusDisconnected when no server came, ConfigError when it refuses our credentials or the address is none.
+    """
+    client = NatsClient()
+    loop = asyncio.get_running_loop()
+    refused = loop.create_future()
+    dialling = loop.create_task(_connect(client, servers, name, events, refused))
+    where = without_credentials(servers)
+    try:
+        async with asyncio.timeout(wait):
+            await asyncio.wait({dialling, refused}, return_when=asyncio.FIRST_COMPLETED)
+        if not dialling.done():
+            raise ConfigError(f"NATS at {where} refuses our credentials")
+        dialling.result()
+    except TimeoutError:
+        raise BusDisconnected(f"no NATS server at {where} within {wait:g} s") from None
+    except errors.Error as error:
+        raise ConfigError(f"cannot use NATS at {where}: {error}") from None
+    finally:
+        if not dialling.done():
+            dialling.cancel()
+            await client.close()
+    return client
+
+
+async def _connect(
+    client: NatsClient, servers: list[str], name: str, events: Events, refused: asyncio.Future[None]
+) -> None:
+    async def error_cb(error: Exception) -> None:
+        if "authorization" in str(error).lower() and not refused.done():
+            refused.set_result(None)
+        events.on_error(error)
+
+    async def disconnected_cb() -> None:
+        client.forget_pending()
+        events.on_lost(client)
+
+    async def reconnected_cb() -> None:
+        events.on_return()
+
+    async def closed_cb() -> None:
+        events.on_end(client)
+
+    await client.connect(
+        servers=servers,
+        name=name,
+        error_cb=error_cb,
+        disconnected_cb=disconnected_cb,
+        reconnected_cb=reconnected_cb,
+        closed_cb=closed_cb,
+        reconnect_to_server_handler=next_server,
+        connect_timeout=CONNECT_TIMEOUT,
+        # Differs between processes, so that not all knock at once on a server that comes up.
+        reconnect_time_wait=random.uniform(0.1, 0.4),  # type: ignore[arg-type]
+        max_reconnect_attempts=-1,
+        ping_interval=PING_INTERVAL,
+        flush_timeout=FLUSH_TIMEOUT,
+    )
+
+
+def next_server(servers: list[Server], _: dict[str, Any]) -> tuple[Server | None, float]:
+    """Which server to try next and after how many seconds: round robin, longer and longer, never in step."""
+    attempts = sum(server.reconnects for server in servers)
+    delay = min(2.0, 0.05 * 2 ** min(attempts, 8)) * random.uniform(0.5, 1.5)
+    return servers[attempts % len(servers)], delay

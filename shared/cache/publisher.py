@@ -1,0 +1,72 @@
+"""Publishes a pool's full blocks in the shared cache, beside the steps that fill the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import anyio
+
+from shared.cache.blocks import BlockAllocator
+from shared.cache.frames import BlockMeta
+from shared.cache.index import PrefixIndex
+from shared.cache.store import BlockStore
+
+BATCH = 16  # blocks per put
+MAX_PENDING = 1024  # more than that and new blocks are not published: it is only a cache
+
+
+class BlockPublisher:
+    """Holds a reference on every block it has yet to store, so that none is recycled under it."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        store: BlockStore,
+        index: PrefixIndex,
+        read_block: Callable[[int], memoryview],
+        producer: str,
+    ) -> None:
+        self._allocator = allocator
+        self._store = store
+        self._index = index
+        self._read_block = read_block
+        self._producer = producer
+        self._pending: dict[bytes, tuple[BlockMeta, int]] = {}
+        self._changed = anyio.Event()
+        self.skipped = 0
+
+    def offer(self, meta: BlockMeta) -> None:
+        """Publish the block that the allocator holds under `meta.name`, unless the cache has it or too many wait."""
+        if meta.name in self._pending or self._index.present(meta.name):
+            return
+        if len(self._pending) >= MAX_PENDING or not (blocks := self._allocator.match([meta.name])):
+            self.skipped += 1
+            return
+        self._pending[meta.name] = (replace(meta, producer=self._producer), blocks[0])
+        self._notify()
+
+    async def run(self) -> None:
+        """Side task: store what was offered, oldest first. The store never raises: what fails is not cached."""
+        while True:
+            changed = self._changed
+            batch = list(self._pending.values())[:BATCH]
+            if not batch:
+                await changed.wait()
+                continue
+            try:
+                await self._store.put([(meta, self._read_block(block)) for meta, block in batch])
+            finally:
+                for meta, block in batch:
+                    del self._pending[meta.name]
+                    self._allocator.release([block])
+                self._notify()
+
+    async def settled(self, names: Sequence[bytes]) -> None:
+        """Returns when none of these blocks waits to be stored any more."""
+        while any(name in self._pending for name in names):
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

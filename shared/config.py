@@ -1,0 +1,64 @@
+"""Settings common to all workers. One prefix (`TRINE_`); CLI flags, environment and compose use the same names."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+MiB = 1 << 20
+
+
+def cache_home() -> Path:
+    """Where converted weights are kept: $TRINE_CACHE_DIR, else $XDG_CACHE_HOME/trine, else ~/.cache/trine."""
+    if explicit := os.environ.get("TRINE_CACHE_DIR"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trine"
+
+
+class Settings(BaseSettings):
+    """What every worker needs to find the bus, its peers and its model."""
+
+    model_config = SettingsConfigDict(env_prefix="TRINE_", extra="ignore", frozen=True)
+
+    nats_url: str = DEFAULT_NATS_URL
+    model: str = DEFAULT_MODEL
+    """A local folder, a GGUF file, a hub id, or the name of the built-in default."""
+    model_name: str = ""
+    """The name clients ask for; taken from `model` when empty."""
+    worker: str = ""
+    """Unique among live workers; drawn when empty."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of a forward pass; 0 leaves it to torch."""
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Tokens per KV block. All workers of a model must agree."""
+    kv_blocks: Annotated[int, Field(ge=0)] = 0
+    """KV blocks in this worker's pool; 0 derives it from `kv_memory_mb`."""
+    kv_memory_mb: Annotated[int, Field(ge=1)] = 1024
+    cache_bytes: Annotated[int, Field(ge=MiB)] = 1024 * MiB
+    """Size of the shared prefix cache (the KV stream's max_bytes)."""
+    max_queued: Annotated[int, Field(ge=1)] = 1000
+    """Requests waiting for a decode worker before clients are told `overloaded`."""
+    ack_wait_s: Annotated[float, Field(gt=0)] = 5.0
+    """A worker silent for so long has its work given to another."""
+    beat_s: Annotated[float, Field(gt=0)] = 1.0
+    peer_timeout_s: Annotated[float, Field(gt=0)] = 3.5
+    """A peer whose beats stopped for so long counts as dead."""
+    drain_s: Annotated[float, Field(ge=0)] = 30.0
+    """After SIGTERM, how long running work may take to finish before it is handed back."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "json", "console"] = "auto"
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or Path(self.model).name.removesuffix(".gguf").lower()
+
+
+def worker_name(settings: Settings, role: str) -> str:
+    return settings.worker or f"{role}-{secrets.token_hex(3)}"

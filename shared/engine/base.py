@@ -1,0 +1,74 @@
+"""What services need from an engine. No torch: schedulers, services and tests' fakes are written against this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.engine.span import Span
+from shared.errors import TrineError
+from shared.messages import Identity
+
+
+class BadSpans(TrineError):
+    """The model's output for `spans` (indices into those given to `step`) is NaN or infinite, so no token was chosen.
+
+    Their KV is unusable. The other spans can be stepped again as they are.
+    """
+
+    def __init__(self, spans: tuple[int, ...]) -> None:
+        super().__init__(f"the model's output is not finite for spans {list(spans)[:8]}")
+        self.spans = spans
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts about a loaded model that never change while it runs."""
+
+    context_length: int
+    """Most positions a sequence may have, prompt and completion together."""
+    vocab_size: int
+    """Token ids are 0 .. vocab_size - 1."""
+    eos_ids: frozenset[int]
+    layers: int
+    block_size: int
+    """Tokens per KV block."""
+    block_bytes: int
+    """Bytes of one KV block, all layers together."""
+    kv_blocks: int
+    """Blocks in the pool; their ids are 0 .. kv_blocks - 1."""
+    fingerprint: str
+    """Digest of all that determines the bytes of a block, apart from codec, block size and tokens."""
+    vocabulary: str
+    """Digest of the tokenizer's vocabulary."""
+    dtype: str
+    """Of weights and KV: "float32" or "bfloat16"."""
+
+
+class StepEngine(Protocol):
+    """Runs forward passes over spans. Not thread-safe: one thread calls `step`, `read_block` and `write_block`."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def identity(self) -> Identity: ...
+
+    def step(self, spans: Sequence[Span]) -> list[list[int]]:
+        """One forward pass over all spans; for each, the `span.rows` tokens chosen after its last `rows` positions.
+
+        Blocking. The KV of all tokens given is in the spans' blocks afterwards. Raises RequestError for a span that
+        cannot be run (nothing is computed then); after any error the engine can be used again, but the blocks of the
+        spans given hold undefined values at and after each span's start. Raises BadSpans when some have no usable
+        output.
+        """
+        ...
+
+    def read_block(self, block: int) -> memoryview:
+        """The bytes of a block, read-only and zero-copy: valid until the block is written again."""
+        ...
+
+    def write_block(self, block: int, data: bytes | memoryview) -> None:
+        """Overwrite a block. Raises FrameError when `data` is not exactly `block_bytes` long."""
+        ...

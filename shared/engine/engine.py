@@ -1,0 +1,128 @@
+"""The engine: a transformers model over a paged KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.engine.attention import Paged, attending
+from shared.engine.base import BadSpans, ModelInfo
+from shared.engine.batch import build
+from shared.engine.fingerprint import fingerprint, vocabulary_digest
+from shared.engine.model import Model, load
+from shared.engine.pool import BlockLayout, KVPool
+from shared.engine.span import Span
+from shared.engine.validate import check
+from shared.errors import ConfigError
+from shared.messages import Identity
+from shared.sampling.sampler import BadLogits, Row, sample
+
+Progress = Callable[[str, float], None]
+MiB = 1 << 20
+
+
+class Engine:
+    """Implements `shared.engine.base.StepEngine`. Not thread-safe: one thread at a time may call it."""
+
+    def __init__(self, model: Model, info: ModelInfo) -> None:
+        self._model = model
+        self.info = info
+        self.identity = Identity(
+            fingerprint=info.fingerprint, codec="none", block_size=info.block_size, block_bytes=info.block_bytes
+        )
+        self._pool = KVPool(model.shapes, info.kv_blocks, info.block_size, model.dtype, model.device)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        block_size: int = 16,
+        kv_blocks: int = 0,
+        kv_memory_mb: int = 1024,
+        layers: int | None = None,
+        threads: int = 0,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """The model in `folder` (see `shared.engine.weights.resolve`) with a pool of `kv_blocks` blocks.
+
+        `kv_blocks=0` makes as many as fit into `kv_memory_mb` MiB. `layers` runs only the first layers. `threads`
+        sets the whole process's CPU threads for forward passes; 0 leaves them alone. Raises ModelError, ConfigError.
+        """
+        progress = progress or (lambda stage, done: None)
+        if threads:
+            torch.set_num_threads(threads)
+        progress("loading the weights", 0.0)
+        model = load(folder, layers)
+        progress("hashing the weights", 0.6)
+        dtype = str(model.dtype).removeprefix("torch.")
+        block_bytes = BlockLayout.of(model.shapes, block_size, model.dtype.itemsize).block_bytes
+        info = ModelInfo(
+            context_length=model.context_length,
+            vocab_size=model.vocab_size,
+            eos_ids=model.eos_ids,
+            layers=len(model.shapes),
+            block_size=block_size,
+            block_bytes=block_bytes,
+            kv_blocks=kv_blocks or _blocks_within(kv_memory_mb, block_bytes),
+            fingerprint=fingerprint(folder, dtype=dtype, layers=layers),
+            vocabulary=vocabulary_digest(folder),
+            dtype=dtype,
+        )
+        engine = cls(model, info)
+        progress("ready", 1.0)
+        return engine
+
+    def step(self, spans: Sequence[Span]) -> list[list[int]]:
+        """Per span the `rows` tokens that follow its last `rows` positions. See `StepEngine.step`."""
+        logits = self.forward(spans)
+        rows = [
+            Row(span.sampling, span.seed, span.start + index + 1)
+            for span in spans
+            for index in range(len(span.token_ids) - span.rows, len(span.token_ids))
+        ]
+        try:
+            tokens = iter(sample(logits, rows))
+        except BadLogits as error:
+            owners = [i for i, span in enumerate(spans) for _ in range(span.rows)]
+            raise BadSpans(tuple(sorted({owners[row] for row in error.rows}))) from None
+        return [[next(tokens) for _ in range(span.rows)] for span in spans]
+
+    def forward(self, spans: Sequence[Span]) -> Tensor:
+        """Logits of the rows asked for, [sum of rows, vocab] float32, in the order of the spans.
+
+        Raises RequestError (or a kind of it) for spans that cannot be run, before anything is computed.
+        """
+        if not spans:
+            return torch.empty(0, self.info.vocab_size)
+        check(spans, self.info)
+        for block in _begun_unfilled(spans, self.info.block_size):
+            self._pool.clear(block)
+        with torch.inference_mode():
+            batch = build(spans, self.info.block_size, self._model.device)
+            with attending(Paged(self._pool, batch)):
+                return self._model.logits(batch.token_ids, batch.positions, batch.rows)
+
+    def read_block(self, block: int) -> memoryview:
+        """See `StepEngine.read_block`."""
+        return self._pool.block(block)
+
+    def write_block(self, block: int, data: bytes | bytearray | memoryview) -> None:
+        """See `StepEngine.write_block`."""
+        self._pool.write(block, data)
+
+
+def _blocks_within(memory_mb: int, block_bytes: int) -> int:
+    blocks = memory_mb * MiB // block_bytes
+    if blocks < 1:
+        raise ConfigError(f"one KV block takes {block_bytes} bytes, more than {memory_mb} MiB", field="kv_memory_mb")
+    return blocks
+
+
+def _begun_unfilled(spans: Sequence[Span], block_size: int) -> list[int]:
+    """Blocks whose first position is in a span that ends before their last."""
+    ends = [(span, span.start + len(span.token_ids)) for span in spans]
+    return [span.table[end // block_size] for span, end in ends if end % block_size and end - end % block_size >= span.start]

@@ -1,0 +1,100 @@
+"""What a model is, as a digest that two processes can compare. No torch, and no trace of library versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from shared.cache.naming import LAYOUT_VERSION
+from shared.engine.digests import cached
+from shared.errors import ModelError
+
+_MAX_HEADER = 100 << 20
+_CHUNK = 1 << 22
+
+# Of config.json: what says which library wrote it or how the file is stored, but not what the model computes.
+_NOT_THE_MODEL = frozenset({"transformers_version", "use_cache", "dtype", "torch_dtype"})
+
+
+def fingerprint(folder: Path, *, dtype: str = "float32", layers: int | None = None) -> str:
+    """SHA-256 over the configuration (rope included), every tensor, the dtype computed in and the KV layout's version.
+
+    `layers` is how many decoder layers are run when not all are. The same tensors give the same fingerprint however
+    they are spread over files. Hashing runs at about 1 GB/s the first time; later calls only look at file times.
+    """
+    state = hashlib.sha256(b"trine-fingerprint\0")
+    config = {k: v for k, v in read_json(folder / "config.json").items() if k not in _NOT_THE_MODEL and not k.startswith("_")}
+    parts = [f"{LAYOUT_VERSION} {dtype} {layers or 'all'}", json.dumps(config, sort_keys=True)]
+    tensors = [line for path in weight_files(folder) for line in cached("tensors", path, tensor_digests)]
+    for part in parts + sorted(tensors):
+        field = part.encode()
+        state.update(struct.pack("<Q", len(field)) + field)
+    return state.hexdigest()
+
+
+def vocabulary_digest(folder: Path) -> str:
+    """SHA-256 over which token has which id: two models with the same digest can exchange token ids."""
+    return cached("vocabulary", folder / "tokenizer.json", _vocabulary)[0]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ModelError when there is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no *.safetensors file")
+    return files
+
+
+def tensor_digests(path: Path) -> list[str]:
+    """Name, dtype, shape and SHA-256 of each tensor in a safetensors file."""
+    with path.open("rb") as file:
+        size = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
+        if not 0 < size <= min(_MAX_HEADER, path.stat().st_size):
+            raise ModelError(f"{path} is not a safetensors file")
+        try:
+            header = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            entries = [(n, t["dtype"], t["shape"], *t["data_offsets"]) for n, t in header.items()]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{path} has an unreadable safetensors header: {error}") from None
+        lines = []
+        for name, dtype, shape, start, end in sorted(entries, key=lambda entry: entry[3]):
+            file.seek(8 + size + start)
+            lines.append(f"{name} {dtype} {shape} {_digest_of(file, end - start, path)}")
+        return lines
+
+
+def _digest_of(file: Any, length: int, path: Path) -> str:
+    state = hashlib.sha256()
+    while length > 0:
+        chunk = file.read(min(length, _CHUNK))
+        if not chunk:
+            raise ModelError(f"{path} is shorter than its header says")
+        state.update(chunk)
+        length -= len(chunk)
+    return state.hexdigest()
+
+
+def _vocabulary(path: Path) -> list[str]:
+    try:
+        tokenizer = json.loads(path.read_bytes())
+        vocab = tokenizer["model"]["vocab"]
+        pairs = list(vocab.items()) if isinstance(vocab, dict) else [(t[0], i) for i, t in enumerate(vocab)]
+        pairs += [(t["content"], t["id"]) for t in tokenizer.get("added_tokens") or []]
+        lines = sorted({f"{int(index)} {json.dumps(token)}" for token, index in pairs})
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    return [hashlib.sha256("\n".join(lines).encode()).hexdigest()]

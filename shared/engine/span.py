@@ -1,0 +1,24 @@
+"""One sequence's share of a forward pass. No torch: schedulers build spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `token_ids` at positions `start, start+1, ...` of a sequence whose KV lives in `table`'s blocks.
+
+    `table[i]` holds positions `i*block_size ...`; it must cover `start + len(token_ids)` positions, and positions
+    below `start` must have been computed or loaded before. `rows` asks for that many next tokens: those after the
+    last `rows` tokens of the span (0: none, the KV is all that is wanted). `seed` and `sampling` choose them.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    table: tuple[int, ...]
+    rows: int = 0
+    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)

@@ -1,0 +1,56 @@
+"""Who else is alive, from their beats. Time is passed in, so that tests need no clock."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from shared.messages import Beat, Identity
+
+
+@dataclass(slots=True)
+class _Peer:
+    beat: Beat
+    seen: float
+
+
+class Peers:
+    """Live workers of one model. `timeout` is in seconds of the caller's monotonic clock."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._peers: dict[str, _Peer] = {}
+        self._mismatched: set[str] = set()
+
+    def observe(self, beat: Beat, now: float) -> None:
+        self._peers[beat.worker] = _Peer(beat, now)
+
+    def alive(self, role: str, now: float) -> list[Beat]:
+        """Beats of the role's live, not draining workers, by name."""
+        for name in [n for n, p in self._peers.items() if now - p.seen > self._timeout]:
+            del self._peers[name]
+            self._mismatched.discard(name)
+        return [
+            p.beat
+            for name, p in sorted(self._peers.items())
+            if p.beat.role == role and not p.beat.draining and name not in self._mismatched
+        ]
+
+    def mismatch(self, beat: Beat, identity: Identity, vocabulary: str) -> list[str]:
+        """What keeps us from pairing with a peer, reported once; the peer is not `alive` to us while it differs."""
+        if beat.identity is not None:
+            differences = identity.differences(beat.identity)
+        else:
+            differences = [] if beat.vocabulary == vocabulary else ["vocabulary"]
+        if not differences:
+            self._mismatched.discard(beat.worker)
+            return []
+        if beat.worker in self._mismatched:
+            return []
+        self._mismatched.add(beat.worker)
+        return differences
+
+
+def rendezvous(key: str, candidates: list[str]) -> str | None:
+    """The candidate that `key` belongs to: stable while it lives, and only its keys move when one leaves."""
+    return max(candidates, key=lambda c: hashlib.blake2b(f"{key}\0{c}".encode(), digest_size=8).digest(), default=None)

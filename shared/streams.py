@@ -1,0 +1,75 @@
+"""The streams and consumers of one model. Every role that uses one ensures it, so none must start first."""
+
+from __future__ import annotations
+
+from shared.bus.base import ConsumerSpec, StreamSpec
+from shared.config import MiB, Settings
+from shared.messages import Generate, PrefillJob
+from shared.subjects import PRIORITIES, Subjects
+
+HEADER_SLACK = 4096
+EVENT_AGE_S = 1800.0
+REQUEST_HEADER = "Trine-Request"
+"""On events: the stream sequence of the request they answer; tells two requests with one id apart."""
+
+
+def request_stream(subjects: Subjects, settings: Settings) -> StreamSpec:
+    """Requests waiting for a decode worker. On disk: they survive a restart of the server. Full means refused."""
+    return StreamSpec(
+        name=subjects.request_stream,
+        subjects=(subjects.requests,),
+        retention="workqueue",
+        storage="file",
+        discard="new",
+        max_msgs=settings.max_queued,
+        # Longer ones are stored too, so that they get an answer that says why they are refused.
+        max_msg_size=2 * Generate.max_bytes - HEADER_SLACK,
+    )
+
+
+def request_consumers(subjects: Subjects, settings: Settings) -> list[ConsumerSpec]:
+    return [
+        ConsumerSpec(
+            stream=subjects.request_stream,
+            name=subjects.request_consumer(priority),
+            filter_subject=subjects.request(priority),
+            ack_wait=settings.ack_wait_s,
+        )
+        for priority in PRIORITIES
+    ]
+
+
+def prefill_stream(subjects: Subjects) -> StreamSpec:
+    """Prefill jobs. In memory: a lost job is computed by the decode worker that wanted it."""
+    return StreamSpec(
+        name=subjects.prefill_stream,
+        subjects=(subjects.prefills,),
+        retention="workqueue",
+        storage="memory",
+        discard="new",
+        max_msgs=10_000,
+        max_bytes=128 * MiB,
+        max_msg_size=PrefillJob.max_bytes - HEADER_SLACK,
+        max_age=600.0,
+    )
+
+
+def prefill_consumer(subjects: Subjects, settings: Settings) -> ConsumerSpec:
+    return ConsumerSpec(
+        stream=subjects.prefill_stream,
+        name=subjects.prefill_consumer,
+        filter_subject=subjects.prefills,
+        ack_wait=settings.ack_wait_s,
+    )
+
+
+def event_stream(subjects: Subjects) -> StreamSpec:
+    """Token events, kept for whoever continues a request or reads its stream again."""
+    return StreamSpec(
+        name=subjects.event_stream,
+        subjects=(subjects.all_events,),
+        storage="memory",
+        discard="old",
+        max_bytes=256 * MiB,
+        max_age=EVENT_AGE_S,
+    )

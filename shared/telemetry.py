@@ -1,0 +1,34 @@
+"""Logs: structlog, JSON for machines, human-readable on a terminal. Lines carry role and worker, and the request id."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+
+import structlog
+
+Counters = Counter[str]
+"""Monotonic event counts of one worker, published in its beat."""
+
+
+def configure(level: str = "info", format: str = "auto", **bound: str) -> None:
+    """Set up logging for this process. `bound` (role, worker) goes on every line."""
+    human = format == "console" or (format == "auto" and sys.stderr.isatty())
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            *([] if human else [structlog.processors.format_exc_info]),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(**bound)

@@ -1,0 +1,100 @@
+"""Wiring that every worker's `__main__` shares: logs, weights, connections, signals, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import structlog
+
+from shared import telemetry
+from shared.actor import Actor, Role
+from shared.bus.base import Bus
+from shared.bus.nats import NatsBus
+from shared.config import Settings, worker_name
+from shared.engine.base import StepEngine
+from shared.errors import ConfigError, ModelError
+
+EXIT_CONFIG = 2  # a restart cannot help; the supervisor gives up on it
+
+Connect = Callable[[str], Awaitable[Bus]]
+Make = Callable[[str, Connect], Awaitable[Actor]]
+
+
+def main(role: Role, settings: Settings, make: Make) -> None:
+    """Run one worker until SIGTERM. `make(worker name, connect)` builds it; `connect(purpose)` opens a connection."""
+    worker = worker_name(settings, role)
+    telemetry.configure(settings.log_level, settings.log_format, role=role, worker=worker)
+    if settings.threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    try:
+        anyio.run(_live, settings, worker, make, backend_options={"use_uvloop": sys.platform != "win32"})
+    except* (ConfigError, ModelError) as group:
+        for error in _leaves(group):
+            structlog.get_logger().error("cannot start", reason=str(error))
+        sys.exit(EXIT_CONFIG)
+
+
+async def _live(settings: Settings, worker: str, make: Make) -> None:
+    connections: list[Bus] = []
+
+    async def connect(purpose: str) -> Bus:
+        bus = await NatsBus.connect(settings.nats_url, name=f"{worker}/{purpose}")
+        connections.append(bus)
+        return bus
+
+    actors: list[Actor] = []
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_stop_on_signals, actors, group.cancel_scope)
+            actors.append(await make(worker, connect))
+            await actors[0].run()
+            group.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(5):
+            for bus in connections:
+                await bus.close()
+
+
+async def _stop_on_signals(actors: list[Actor], scope: anyio.CancelScope) -> None:
+    """The first SIGTERM or SIGINT begins draining, the second ends at once. Before there is an actor, any ends."""
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for received in signals:
+            if not actors or actors[0].draining.is_set():
+                structlog.get_logger().warning("stopping at once", signal=received.name)
+                scope.cancel()
+                return
+            actors[0].draining.set()
+
+
+def _leaves(group: BaseExceptionGroup[Exception]) -> list[BaseException]:
+    return [
+        leaf
+        for error in group.exceptions
+        for leaf in (_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    ]
+
+
+def model_folder(model: str) -> Path:
+    """The local folder of a model, converted if need be. Blocking."""
+    from shared.engine.weights import resolve
+
+    return resolve(model)
+
+
+def load_engine(settings: Settings, folder: Path, layers: int | None = None) -> StepEngine:
+    """The paged engine with the pool the settings ask for. Blocking."""
+    from shared.engine.engine import Engine
+
+    return Engine.load(
+        folder,
+        block_size=settings.block_size,
+        kv_blocks=settings.kv_blocks,
+        kv_memory_mb=settings.kv_memory_mb,
+        layers=layers,
+        threads=settings.threads,
+    )

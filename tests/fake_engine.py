@@ -1,0 +1,146 @@
+"""An engine without a model: its KV is the tokens themselves, so a wrong block gives a wrong answer.
+
+The next token is a hash of all tokens up to there, as read through the block table from the pool. Whatever moves
+blocks about (caches, transfers, preemption) must move the right bytes to the right place for the text to come out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shared.engine.base import ModelInfo
+from shared.engine.span import Span
+from shared.errors import FrameError
+from shared.messages import ChatMessage, Identity
+
+VOCAB = 1000
+EMPTY = 2**32 - 1
+
+
+def next_token(tokens: Sequence[int], seed: int = 0) -> int:
+    """What the fake model says after `tokens`. Repeats now and then, so that prompt lookup finds something."""
+    if len(tokens) > 24 and (len(tokens) // 12) % 2:
+        return int(tokens[len(tokens) - 24])
+    digest = hashlib.blake2b(np.asarray([seed, *tokens], dtype="<u8").tobytes(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def completion(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """The right answer: `count` tokens after `prompt`."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+class FakeEngine:
+    """Implements `StepEngine`. `seeded`: answers depend on the span's seed, as sampling does."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 64,
+        block_size: int = 4,
+        context: int = 512,
+        step_s: float = 0.0,
+        seeded: bool = False,
+        fingerprint: str = "fake-weights",
+        wrong_every: int = 0,
+    ) -> None:
+        self._pool = np.full((blocks, block_size), EMPTY, dtype="<u4")
+        self._step_s = step_s
+        self._seeded = seeded
+        self._wrong_every = wrong_every
+        self._lock = threading.Lock()
+        self.steps = 0
+        self.tokens_computed = 0
+        self.poison: int | None = None  # a token that makes the step raise
+        self.info = ModelInfo(
+            context_length=context,
+            vocab_size=VOCAB,
+            eos_ids=frozenset(),
+            layers=1,
+            block_size=block_size,
+            block_bytes=4 * block_size,
+            kv_blocks=blocks,
+            fingerprint=fingerprint,
+            vocabulary="fake-vocabulary",
+            dtype="float32",
+        )
+
+    @property
+    def identity(self) -> Identity:
+        info = self.info
+        return Identity(
+            fingerprint=info.fingerprint, codec="none", block_size=info.block_size, block_bytes=info.block_bytes
+        )
+
+    def with_eos(self, *ids: int) -> FakeEngine:
+        self.info = replace(self.info, eos_ids=frozenset(ids))
+        return self
+
+    def step(self, spans: Sequence[Span]) -> list[list[int]]:
+        if not self._lock.acquire(blocking=False):
+            raise AssertionError("two steps at once")
+        try:
+            if self._step_s:
+                time.sleep(self._step_s)
+            self.steps += 1
+            if self.poison is not None and any(self.poison in s.token_ids for s in spans):
+                raise RuntimeError("poisoned span")
+            return [self._span(s) for s in spans]
+        finally:
+            self._lock.release()
+
+    def _span(self, span: Span) -> list[int]:
+        size = self.info.block_size
+        self.tokens_computed += len(span.token_ids)
+        for position, token in enumerate(span.token_ids, start=span.start):
+            self._pool[span.table[position // size], position % size] = token
+        end = span.start + len(span.token_ids)
+        read = np.concatenate([self._pool[b] for b in span.table])[:end]
+        if (read == EMPTY).any():
+            raise AssertionError("a position was read that nobody has written")
+        seed = span.seed if self._seeded else 0
+        out = []
+        for row in range(end - span.rows + 1, end + 1):
+            token = next_token([int(t) for t in read[:row]], seed)
+            wrong = self._wrong_every and row % self._wrong_every == 0
+            out.append((token + 1) % VOCAB if wrong else token)
+        return out
+
+    def read_block(self, block: int) -> memoryview:
+        return memoryview(self._pool[block].tobytes())
+
+    def write_block(self, block: int, data: bytes | memoryview) -> None:
+        if len(data) != self.info.block_bytes:
+            raise FrameError(f"{len(data)} bytes for a block of {self.info.block_bytes}")
+        self._pool[block] = np.frombuffer(data, dtype="<u4")
+
+
+class FakeTokenizer:
+    """Text is token ids in decimal; "" is no token. Stands in for `shared.tokenizer.Tokenizer`."""
+
+    vocab_size = VOCAB
+    digest = "fake-vocabulary"
+
+    def encode(self, text: str, *, limit: int | None = None) -> list[int]:
+        return [int(word) % VOCAB for word in text.split()]
+
+    def chat(self, messages: Sequence[ChatMessage], *, limit: int | None = None) -> list[int]:
+        return [token for m in messages for token in self.encode(m.content)]
+
+    def detokenizer(self) -> FakeTokenizer:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return f"{token_id} "
+
+    def flush(self) -> str:
+        return ""

@@ -1,0 +1,129 @@
+"""A whole fleet in one process: real services on an in-memory bus, with engines whose answers show any wrong block."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from services.decode.config import DecodeSettings
+from services.decode.service import DecodeWorker
+from services.drafter.config import DrafterSettings
+from services.drafter.service import DrafterWorker
+from services.drafter.sources.lookup import Lookup
+from services.drafter.sources.model import ModelSource
+from services.prefill.config import PrefillSettings
+from services.prefill.service import PrefillWorker
+from shared.actor import Actor
+from shared.bus.base import Bus
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.tokenizer import Tokenizer
+from tests.fake_engine import FakeEngine, FakeTokenizer
+from trine.client import Client
+
+MODEL = "fake"
+COMMON: dict[str, Any] = {
+    "model_name": MODEL,
+    "block_size": 4,
+    "ack_wait_s": 0.4,
+    "beat_s": 0.05,
+    "peer_timeout_s": 0.3,
+    "drain_s": 2.0,
+}
+
+
+class FleetRig:
+    """Start workers by role, kill them without a word, ask them through the real client."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.workers: dict[str, Actor] = {}
+        self.engines: dict[str, FakeEngine] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._buses: dict[str, list[MemoryBus]] = {}
+        self._clients: list[Client] = []
+
+    async def __aenter__(self) -> FleetRig:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self._clients:
+            await client.close()
+        for name in list(self.workers):
+            await self.kill(name)
+
+    def bus(self, owner: str = "test") -> MemoryBus:
+        bus = MemoryBus(self.broker)
+        self._buses.setdefault(owner, []).append(bus)
+        return bus
+
+    def client(self) -> Client:
+        client = Client(model=MODEL, bus=cast("Bus", self.bus()))
+        self._clients.append(client)
+        return client
+
+    async def decode(self, name: str = "decode-1", engine: FakeEngine | None = None, **overrides: Any) -> DecodeWorker:
+        settings = DecodeSettings(**{**COMMON, "local_prefill_tokens": 8, "prefill_patience_s": 1.0, **overrides})
+        engine = self.engines[name] = engine or FakeEngine(blocks=128)
+        tokenizer = cast("Tokenizer", FakeTokenizer())
+        worker = DecodeWorker(settings, self.bus(name), self.bus(name), name, engine, tokenizer)
+        await self._start(name, worker)
+        return worker
+
+    async def prefill(self, name: str = "prefill-1", engine: FakeEngine | None = None, **overrides: Any) -> PrefillWorker:
+        settings = PrefillSettings(**{**COMMON, "chunk_tokens": 16, **overrides})
+        engine = self.engines[name] = engine or FakeEngine(blocks=128)
+        worker = PrefillWorker(settings, self.bus(name), self.bus(name), name, engine)
+        await self._start(name, worker)
+        return worker
+
+    async def drafter(self, name: str = "drafter-1", engine: FakeEngine | None = None, **overrides: Any) -> DrafterWorker:
+        settings = DrafterSettings(**{**COMMON, "draft_source": "model", **overrides})
+        slow = None
+        if settings.draft_source != "lookup":
+            engine = self.engines[name] = engine or FakeEngine(blocks=128)
+            slow = ModelSource(engine, within_budget=settings.draft_source == "auto")
+        worker = DrafterWorker(
+            settings,
+            self.bus(name),
+            name,
+            instant=[] if settings.draft_source == "model" else [Lookup(2)],
+            slow=slow,
+            vocabulary="fake-vocabulary",
+            vocab_size=1000,
+        )
+        await self._start(name, worker)
+        return worker
+
+    async def _start(self, name: str, worker: Actor) -> None:
+        self.workers[name] = worker
+        self._tasks[name] = asyncio.create_task(worker.run(), name=name)
+        async with asyncio.timeout(5):
+            while not worker.ready.is_set():
+                if self._tasks[name].done():
+                    await self._tasks[name]
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)  # a beat or two, so that the others know
+
+    async def kill(self, name: str) -> None:
+        """As SIGKILL does: its connections are gone, nothing is said or finished."""
+        for bus in self._buses.pop(name, []):
+            await bus.close()
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del self.workers[name]
+
+    async def drain(self, name: str) -> None:
+        """As SIGTERM does; raises what the worker raised."""
+        self.workers[name].draining.set()
+        async with asyncio.timeout(10):
+            await self._tasks[name]
+
+    async def quiet(self) -> None:
+        """Wait until no worker holds a request, then check that no block leaked."""
+        decoders = [w for w in self.workers.values() if isinstance(w, DecodeWorker)]
+        async with asyncio.timeout(5):
+            while any(w.load().running or w.load().waiting or w.allocator.in_use for w in decoders):
+                await asyncio.sleep(0.01)
+        for worker in decoders:
+            worker.scheduler.check_integrity()

@@ -1,0 +1,235 @@
+"""The wire: what is accepted, what is refused, and that a refusal names the field."""
+
+from __future__ import annotations
+
+import json
+import pickle  # the attack, never the remedy
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.codec import Format, decode, decode_event, encode
+from shared.errors import BadMessage, InvalidField, RequestError, TooLarge, UnsupportedVersion, from_code
+from shared.messages import (
+    MESSAGE_TYPES,
+    Beat,
+    Draft,
+    DraftAsk,
+    DraftItem,
+    Drafts,
+    Failed,
+    Finished,
+    Generate,
+    Identity,
+    Message,
+    PrefillJob,
+    Sampling,
+    ServedBy,
+    Timings,
+    Tokens,
+    Usage,
+)
+from shared.subjects import Subjects, block_of, last, model_of, text, token
+
+IDENTITY = Identity(fingerprint="f", codec="none", block_size=16, block_bytes=1024)
+EXAMPLES: list[Message] = [
+    Generate(id="a1", prompt="Hello", temperature=0, stop=["x", "y"], seed=-5, max_tokens=3),
+    Tokens(id="a1", attempt=2, index=4, token_ids=[1, 2], text="é"),
+    Finished(
+        id="a1",
+        reason="stop",
+        seed=7,
+        usage=Usage(prompt_tokens=3),
+        timings=Timings(ttft_ms=1.5),
+        served_by=ServedBy(decode="d1", prefill=["p1"]),
+    ),
+    Failed(id="a1", code="too_large", message="no", field="prompt"),
+    PrefillJob(request_id="a1", tenant="t", fingerprint="f", token_ids=[1, 2], budget_ms=10),
+    DraftAsk(
+        worker="d1",
+        wait_ms=1.5,
+        items=[DraftItem(session="a1", base=0, token_ids=[1], k=4, sampling=Sampling(seed=3))],
+    ),
+    Drafts(worker="x", drafts=[Draft(session="a1", position=1, token_ids=[1], source="lookup")]),
+    Beat(role="decode", worker="d1", identity=IDENTITY, counters={"x": 1}),
+]
+
+
+def request(**fields: Any) -> dict[str, Any]:
+    return {"id": "a1", "prompt": "Hello", **fields}
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_msgpack_round_trip(message: Message) -> None:
+    assert decode(encode(message), type(message)) == message
+
+
+def test_every_message_has_an_example() -> None:
+    assert {type(m) for m in EXAMPLES} == set(MESSAGE_TYPES)
+
+
+@pytest.mark.parametrize("message", EXAMPLES[:4], ids=lambda m: type(m).__name__)
+def test_clients_may_speak_json(message: Message) -> None:
+    data = encode(message, Format.JSON)
+    assert json.loads(data)["id"] == "a1"
+    assert decode(data, type(message)) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES[4:], ids=lambda m: type(m).__name__)
+def test_workers_do_not(message: Message) -> None:
+    with pytest.raises(BadMessage):
+        decode(encode(message, Format.JSON), type(message))
+
+
+@pytest.mark.parametrize("event", EXAMPLES[1:4], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("format", list(Format))
+def test_events_are_told_apart(event: Message, format: Format) -> None:
+    assert decode_event(encode(event, format)) == event
+
+
+def test_the_smallest_json_request_is_enough() -> None:
+    generate = decode(b'{"id":"a1","prompt":"x"}', Generate)
+    assert generate.sampling == Sampling()
+    assert generate.stops == ()
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": 1e308}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": -1}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 257}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"id": ""}, "id"),
+    ({"id": "x" * 129}, "id"),
+    ({"unknown_field": 1}, "unknown_field"),
+    ({"messages": []}, None),
+    ({"token_ids": [1]}, None),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": None, "token_ids": [True]}, "token_ids.0"),
+    ({"prompt": None, "token_ids": [1.5]}, "token_ids.0"),
+    ({"prompt": None, "token_ids": [[1]]}, "token_ids.0"),
+    ({"prompt": None, "messages": [{"role": "robot", "content": ""}]}, "messages.0.role"),
+    ({"prompt": None, "messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"type": "tokens"}, "type"),
+]
+
+
+@pytest.mark.parametrize(("fields", "blamed"), BAD_FIELDS, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize("format", list(Format))
+def test_a_bad_field_is_named(fields: dict[str, Any], blamed: str | None, format: Format) -> None:
+    body = request(**fields)
+    if format is Format.MSGPACK:
+        try:
+            data = msgpack.packb(body)
+        except OverflowError:
+            pytest.fail("the example does not fit msgpack")
+    else:
+        data = json.dumps(body).encode()
+    with pytest.raises(InvalidField) as caught:
+        decode(data, Generate)
+    if blamed:
+        assert caught.value.field is not None
+        assert caught.value.field.startswith(blamed)
+
+
+@pytest.mark.parametrize("null", ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop"])
+def test_null_means_the_default(null: str) -> None:
+    assert decode(json.dumps(request(**{null: None})).encode(), Generate) == decode(
+        json.dumps(request()).encode(), Generate
+    )
+
+
+UNREADABLE = {
+    "empty": b"",
+    "non-UTF-8": b'{"id":"a1","prompt":"\xff\xfe"}',
+    "a pickle": pickle.dumps({"id": "a1", "prompt": "x"}),
+    "deep JSON": b'{"id":"a1","prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep msgpack": b"\x91" * 100_000,
+    "not a map": msgpack.packb([1, 2]),
+    "an extension type": msgpack.packb({"id": msgpack.ExtType(4, b"x")}),
+    "a huge array header": b"\xdd\xff\xff\xff\xff",
+    "a huge map header": b"\xdf\xff\xff\xff\xff",
+    "integer keys": msgpack.packb({1: 2}),
+    "half a message": encode(EXAMPLES[0])[:10],
+    "noise": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_unreadable_bytes_are_refused(name: str) -> None:
+    with pytest.raises(BadMessage):
+        decode(UNREADABLE[name], Generate)
+
+
+def test_an_oversized_message_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(TooLarge):
+        decode(b"{" + b" " * Generate.max_bytes, Generate)
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_an_unknown_version_is_refused_by_name(format: Format) -> None:
+    message = EXAMPLES[0].model_copy(update={"v": 2})
+    with pytest.raises(UnsupportedVersion):
+        decode(encode(message, format), Generate)
+    newer = {**message.model_dump(exclude_none=True), "new_field": 1}
+    data = json.dumps(newer).encode() if format is Format.JSON else msgpack.packb(newer)
+    with pytest.raises(RequestError):
+        decode(data, Generate)
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
+    for kind in MESSAGE_TYPES:
+        try:
+            decode(data, kind)
+        except RequestError:
+            pass
+
+
+def test_error_codes_come_back_as_the_same_error() -> None:
+    error = from_code("too_large", "no", "prompt")
+    assert isinstance(error, TooLarge)
+    assert error.field == "prompt"
+    assert from_code("from_the_future", "x").code == "from_the_future"
+
+
+class TestSubjects:
+    @given(st.text(min_size=1, max_size=40).filter(lambda s: "\ud800" not in s))
+    def test_any_text_is_one_token_and_comes_back(self, value: str) -> None:
+        spelled = token(value)
+        assert not set(spelled) & set(".*> \t\r\n")
+        assert text(spelled) == value
+
+    def test_ids_cannot_widen_or_collide(self) -> None:
+        assert token("a.b") != token("a=2Eb")
+        assert token("*") == "=2A"
+        with pytest.raises(ValueError, match="empty"):
+            token("")
+
+    def test_what_is_spelled_can_be_read(self) -> None:
+        subjects = Subjects("Org/Model v1.5")
+        assert model_of(subjects.request("high")) == "Org/Model v1.5"
+        assert last(subjects.events("a.b*")) == "a.b*"
+        assert block_of(subjects.block(b"\1" * 32, 3)) == (b"\1" * 32, 3)
+        with pytest.raises(ValueError, match="not a block"):
+            block_of("trine.m.tok.x.y")
+        with pytest.raises(ValueError, match="priority"):
+            subjects.request("urgent")

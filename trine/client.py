@@ -1,0 +1,132 @@
+"""The client library: ask a model served on NATS, from asyncio. Needs neither torch nor a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal, TypedDict, Unpack
+
+from shared.bus.base import Bus
+from shared.config import Settings
+from shared.errors import BusDisconnected
+from shared.messages import ChatMessage
+from shared.subjects import Subjects
+from trine.beats import listen
+from trine.completion import Completion
+from trine.stream import Stream
+from trine.submit import prepare
+
+CONNECT_S = 5.0
+
+Priority = Literal["high", "normal", "low"]
+
+
+class Params(TypedDict, total=False):
+    """How to answer; all optional. See `shared.messages.Generate` and `Sampling` for meanings and bounds."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    max_tokens: int
+    stop: str | list[str]
+    deadline_ms: int
+
+
+class Client:
+    """A connection to NATS for one program; use it for as many requests at once as you like.
+
+    `url` and `model` default to what `TRINE_NATS_URL` and `TRINE_MODEL_NAME` (or `TRINE_MODEL`) say. Entering raises
+    BusDisconnected when NATS does not answer. Leaving cancels what is still being answered.
+    """
+
+    def __init__(self, url: str | None = None, model: str | None = None, *, bus: Bus | None = None) -> None:
+        settings = Settings()
+        self.url = url or settings.nats_url
+        self.model = model or settings.served_name
+        self._given = bus
+        self._bus: Bus | None = bus
+        self._live: set[Stream] = set()
+
+    async def __aenter__(self) -> Client:
+        if self._bus is None:
+            from shared.bus.nats import NatsBus
+
+            self._bus = await NatsBus.connect(self.url, name="trine-client", wait=CONNECT_S)
+        self._bus.on_reconnect(self._recheck)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for stream in list(self._live):
+            await stream.close()
+        if self._bus is not None and self._given is None:
+            await self._bus.close()
+        self._bus = None
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[ChatMessage | dict[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        model: str | None = None,
+        priority: CONNECT_S = 5.0
+
+Priority = "normal",
+        id: str | None = None,
+        **params: Unpack[Params],
+    ) -> Completion:
+        """The whole answer to a raw `prompt`, a chat (`messages`) or `token_ids`. Raises what `Stream` raises."""
+        stream = self.stream(
+            prompt, messages=messages, token_ids=token_ids, model=model, priority=priority, id=id, **params
+        )
+        async with stream:
+            async for _ in stream:
+                pass
+        return stream.completion
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[ChatMessage | dict[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        model: str | None = None,
+        priority: CONNECT_S = 5.0
+
+Priority = "normal",
+        id: str | None = None,
+        **params: Unpack[Params],
+    ) -> Stream:
+        """The answer as it comes. Raises InvalidField or TooLarge at once for a request that cannot be sent."""
+        bus = self._connected()
+        fields = {
+            "prompt": prompt,
+            "messages": None if messages is None else list(messages),
+            "token_ids": None if token_ids is None else list(token_ids),
+            **params,
+        }
+        return Stream(bus, prepare(model or self.model, priority, id, fields, bus.max_payload), self._live)
+
+    async def cancel(self, id: str, model: str | None = None) -> None:
+        """Stop a request, also somebody else's. Nothing happens when nobody has it."""
+        await self._connected().publish(Subjects(model or self.model).cancel(id), b"")
+
+    async def models(self, timeout: float = 1.5) -> list[str]:
+        """Models whose workers are heard within `timeout` seconds."""
+        return sorted({model for model, _ in await listen(self._connected(), timeout)})
+
+    def _connected(self) -> Bus:
+        if self._bus is None:
+            raise BusDisconnected("the client is not open: use `async with Client() as client`")
+        return self._bus
+
+    async def _recheck(self) -> None:
+        for stream in self._live:
+            stream.recheck()

@@ -1,0 +1,108 @@
+"""Merge a request's events into one answer, whatever order, duplicates and attempts they arrive in. No I/O, no clock.
+
+Events reach a client twice (live, and from the event stream when it looks for what it missed), and from two workers
+when one took over from another. `EventMerger` hands out every token and every piece of text once and in order.
+
+How text stays exact: an event's text starts where the events before it ended. The merger remembers, for each token
+index at which an event began or ended, how much text there was (`_marks`). An event is usable when its first index
+has such a mark and is not beyond what has been delivered; whatever it brings beyond that is new. The event stream
+holds an unbroken chain from index 0, so reading it always makes the merger complete.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from shared.errors import Unavailable
+from shared.messages import Failed, Finished, Tokens
+
+MAX_PENDING = 4096
+"""Events kept that cannot be used yet; more are dropped, since the event stream has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens, the first at `index` of the completion, and the text they add. Either may be empty."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    index: int
+
+
+class EventMerger:
+    """Feed events in any order; get deltas in order. One merger per request."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.attempt = 0
+        """Highest attempt seen."""
+        self._marks = {0: 0}
+        self._pending: list[Tokens] = []  # by index, of equal ones the higher attempt first
+        self._starts: dict[int, int] = {}  # attempt -> lowest index it sent
+        self._end: Finished | Failed | None = None
+
+    @property
+    def terminal(self) -> Finished | Failed | None:
+        """The last event, once everything before it has been delivered."""
+        return None if isinstance(self._end, Finished) and self.missing else self._end
+
+    @property
+    def missing(self) -> bool:
+        """Something beyond what has been delivered is known to exist; the event stream has it."""
+        have = len(self.token_ids)
+        if isinstance(self._end, Finished) and have < self._end.usage.completion_tokens:
+            return True
+        return any(_end(event) > have for event in self._pending)
+
+    def feed(self, event: Tokens | Finished | Failed) -> list[Delta]:
+        """What this event makes deliverable. Raises Unavailable when it contradicts what was delivered before."""
+        if isinstance(event, Tokens):
+            self._hold(event)
+        elif event.attempt >= self.attempt:
+            self._end = event
+        self.attempt = max(self.attempt, event.attempt)
+        return self._release()
+
+    def _hold(self, event: Tokens) -> None:
+        self._starts[event.attempt] = min(event.index, self._starts.get(event.attempt, event.index))
+        if len(self._pending) < MAX_PENDING:
+            insort(self._pending, event, key=lambda e: (e.index, -e.attempt))
+
+    def _release(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        while True:
+            held = [event for event in self._pending if not self._superseded(event)]
+            ready = [event for event in held if self._usable(event)]
+            self._pending = [event for event in held if not self._usable(event)]
+            if not ready:
+                break
+            deltas += [self._apply(event) for event in ready]
+        return [delta for delta in deltas if delta.token_ids or delta.text]
+
+    def _superseded(self, event: Tokens) -> bool:
+        """It reaches past the place where a later attempt took over: its worker wrote on after losing the request."""
+        return any(attempt > event.attempt and start < _end(event) for attempt, start in self._starts.items())
+
+    def _usable(self, event: Tokens) -> bool:
+        return event.index in self._marks and event.index <= len(self.token_ids)
+
+    def _apply(self, event: Tokens) -> Delta:
+        have, end = len(self.token_ids), _end(event)
+        known = self.token_ids[event.index : end]
+        whole = self.text[: self._marks[event.index]] + event.text
+        grows = end >= have and whole.startswith(self.text)
+        if event.token_ids[: len(known)] != known or not (grows or self.text.startswith(whole)):
+            raise Unavailable(
+                f"attempt {event.attempt} contradicts, from token {event.index} on, what was delivered before"
+            )
+        new_ids, new_text = event.token_ids[len(known) :], whole[len(self.text) :]
+        self.token_ids += new_ids
+        self.text += new_text
+        self._marks[end] = min(len(whole), self._marks.get(end, len(whole)))
+        return Delta(new_text, tuple(new_ids), have)
+
+
+def _end(event: Tokens) -> int:
+    return event.index + len(event.token_ids)

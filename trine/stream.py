@@ -1,0 +1,200 @@
+"""One request on its way: publish it, follow its events, fetch those that were missed, give up at the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+
+from shared.bus.base import Bus, Incoming, Stored
+from shared.codec import decode_event
+from shared.errors import BusError, DeadlineExceeded, RequestError, StreamMissing, Unavailable, from_code
+from shared.messages import Failed, Finished
+from shared.streams import REQUEST_HEADER
+from shared.subjects import Subjects
+from trine.completion import Completion, Stopwatch, completion
+from trine.merge import Delta, EventMerger
+from trine.submit import Ask, submit
+
+READ_S = 5.0
+GAP_S = 0.05
+"""A known gap is looked up in the event stream after so long: the stream may be a moment behind."""
+QUIET_S = 2.0
+"""So long without news makes the client look into the event stream; both double with each look in vain."""
+MAX_QUIET_S = 10.0
+LOST_S = 10.0
+"""Events that the event stream does not have either after so long are lost."""
+MAX_QUEUED = 4096
+"""Events waiting for a slow reader; what comes on top is fetched from the event stream later."""
+
+
+class Stream:
+    """An answer as it comes: `async for delta in stream`, once; afterwards `stream.completion` has all of it.
+
+    Leaving the loop early cancels the request; `async with stream` makes that certain whatever the caller does.
+    Iterating raises what went wrong: UnknownModel, Overloaded, DuplicateRequest, or what a worker found wrong with the
+    request; BusDisconnected when NATS cannot be reached; DeadlineExceeded at the latest at the request's deadline.
+    """
+
+    def __init__(self, bus: Bus, ask: Ask, live: set[Stream]) -> None:
+        self.id = ask.id
+        self.model = ask.model
+        self._bus = bus
+        self._ask = ask
+        self._live = live
+        self._subjects = Subjects(ask.model)
+        self._events: asyncio.Queue[Incoming | None] = asyncio.Queue(MAX_QUEUED)
+        self._merger = EventMerger()
+        self._completion: Completion | None = None
+        self._started = self._sent = False
+        self._request: int | None = None  # its sequence in the queue; events name it
+        self._deadline = 0.0
+        self._doubtful = False  # events may have been missed: nothing is final until the event stream has been read
+        self._seen = 0  # sequence up to which the event stream has been read
+        self._look_at = 0.0  # when to look into it next
+        self._vain = 0  # looks since the last news
+        self._stuck_since: float | None = None
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer. Raises Unavailable while it is not complete."""
+        if self._completion is None:
+            raise Unavailable("the answer is not complete yet")
+        return self._completion
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        if self._started:
+            raise RuntimeError("a Stream can be iterated over once")
+        self._started = True
+        return self._run()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def cancel(self) -> None:
+        """Ask the workers to stop; the iteration then ends with finish reason `cancelled`."""
+        await self._bus.publish(self._subjects.cancel(self.id), b"")
+
+    async def close(self) -> None:
+        """Cancel the request if it is under way."""
+        self._live.discard(self)
+        if self._sent and self._merger.terminal is None:
+            self._sent = False
+            with contextlib.suppress(BusError):
+                await self.cancel()
+
+    def recheck(self) -> None:
+        """The connection was interrupted: read the event stream again from its beginning, it may be a new one."""
+        self._doubtful, self._seen = True, 0
+        with contextlib.suppress(asyncio.QueueFull):
+            self._events.put_nowait(None)
+
+    async def _run(self) -> AsyncIterator[Delta]:
+        subscription = await self._bus.subscribe(self._subjects.events(self.id), self._on_event)
+        self._live.add(self)
+        try:
+            watch = Stopwatch(time.monotonic())
+            self._deadline = time.monotonic() + self._ask.deadline_s
+            await self._submit()
+            while (end := self._merger.terminal) is None or self._doubtful:
+                for delta in await self._next():
+                    watch.tokens(len(delta.token_ids), time.monotonic())
+                    yield delta
+            self._end(end, watch)
+        finally:
+            await self.close()
+            await subscription.unsubscribe()
+
+    async def _submit(self) -> None:
+        try:
+            async with asyncio.timeout(self._ask.deadline_s):
+                self._sent = True  # from here on it may be in the queue, so leaving has to cancel it
+                self._request = await submit(self._bus, self._ask)
+        except TimeoutError:
+            raise self._too_late() from None
+        except RequestError:
+            self._sent = False  # a cancel would hit somebody else's request with the same id
+            raise
+        self._plan(news=True)
+
+    def _end(self, end: Finished | Failed, watch: Stopwatch) -> None:
+        if isinstance(end, Failed):
+            raise from_code(end.code, end.message, end.field)
+        timings = watch.timings(time.monotonic(), end.timings.queue_ms)
+        self._completion = completion(self.model, self._merger, end, timings)
+
+    def _too_late(self) -> DeadlineExceeded:
+        why = "" if self._bus.connected else "; NATS is not reachable"
+        return DeadlineExceeded(f"no complete answer within {self._ask.deadline_s:g} s{why}")
+
+    async def _on_event(self, message: Incoming) -> None:
+        try:
+            self._events.put_nowait(message)
+        except asyncio.QueueFull:
+            self._doubtful = True
+
+    async def _next(self) -> list[Delta]:
+        """Deltas of the next event, or of those found in the event stream. Raises DeadlineExceeded."""
+        now = time.monotonic()
+        if now >= self._deadline:
+            raise self._too_late()
+        try:
+            async with asyncio.timeout(min(self._look_at, self._deadline) - now):
+                message = await self._events.get()
+        except TimeoutError:
+            message = None
+        if message is None:
+            return await self._catch_up() if time.monotonic() < self._deadline else []
+        behind = self._merger.missing
+        deltas = self._feed(message)
+        if deltas or self._merger.missing != behind:
+            self._plan(news=True)
+        return deltas
+
+    def _feed(self, message: Incoming | Stored) -> list[Delta]:
+        request = message.headers.get(REQUEST_HEADER)
+        if request is not None and self._request is not None and request != str(self._request):
+            return []  # an earlier request had the same id
+        try:
+            event = decode_event(message.data)
+        except RequestError:
+            return []  # anybody may publish here
+        return self._merger.feed(event) if event.id == self.id else []
+
+    async def _catch_up(self) -> list[Delta]:
+        """Read what the event stream has beyond what was read of it before; all of it while something is missing."""
+        after = 0 if self._merger.missing else self._seen
+        left = min(READ_S, self._deadline - time.monotonic())
+        stream, subject = self._subjects.event_stream, self._subjects.events(self.id)
+        deltas: list[Delta] = []
+        try:
+            stored = await self._bus.read(stream, subject, after=after, timeout=left)
+            self._doubtful = False
+            deltas = [delta for event in stored for delta in self._feed(event)]
+            self._seen = max([self._seen, *(event.seq for event in stored)])
+        except StreamMissing:
+            self._doubtful = False  # there is nothing that could be read
+        except BusError:
+            pass  # the next look, or the deadline
+        self._plan(news=bool(deltas))
+        return deltas
+
+    def _plan(self, news: bool) -> None:
+        """Decide when to look into the event stream next. Raises Unavailable when events are lost for good."""
+        now = time.monotonic()
+        self._vain = 0 if news else self._vain + 1
+        behind = self._merger.missing
+        self._look_at = now + min((GAP_S if behind or self._doubtful else QUIET_S) * 2**self._vain, MAX_QUIET_S)
+        if not behind or news:
+            self._stuck_since = None
+        if behind:
+            self._stuck_since = self._stuck_since or now
+            if now - self._stuck_since > LOST_S:
+                raise Unavailable("a part of the answer was lost with the event stream; ask again")

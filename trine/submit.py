@@ -1,0 +1,105 @@
+"""Put a request into the queue, exactly once, and say clearly why that cannot be done."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.bus.base import Bus
+from shared.codec import encode
+from shared.errors import (
+    BusDisconnected,
+    BusError,
+    DuplicateRequest,
+    InvalidField,
+    Overloaded,
+    SequenceConflict,
+    StreamFull,
+    StreamMissing,
+    TooLarge,
+    UnknownModel,
+)
+from shared.messages import MAX_ID, Generate
+from shared.subjects import PRIORITIES, Subjects
+from trine.beats import listen
+
+DEFAULT_DEADLINE_S = 600.0
+APPEND_S = 5.0
+BEATS_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request ready to be sent."""
+
+    id: str
+    model: str
+    priority: str
+    data: bytes
+    deadline_s: float
+
+
+def prepare(model: str, priority: str, id: str | None, fields: Mapping[str, Any], max_payload: int) -> Ask:
+    """Check a request before anything is sent. Raises InvalidField (naming the field) or TooLarge."""
+    if priority not in PRIORITIES:
+        raise InvalidField(f"priority: one of {', '.join(PRIORITIES)}", field="priority")
+    if not 0 < len(model) <= MAX_ID:
+        raise InvalidField(f"model: a name has 1 to {MAX_ID} characters", field="model")
+    given = {name: value for name, value in fields.items() if value is not None}
+    request_id = uuid.uuid4().hex if id is None else id
+    try:
+        request = Generate(id=request_id, model=model, **given)
+        data = encode(request)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        field = ".".join(str(part) for part in first["loc"][:3]) or None
+        raise InvalidField(f"{field or 'request'}: {first['msg']}", field=field) from None
+    except UnicodeEncodeError as error:
+        raise InvalidField(f"text that is not Unicode: {error.reason}") from None
+    limit = min(Generate.max_bytes, max_payload)
+    if len(data) > limit:
+        raise TooLarge(f"the request has {len(data)} bytes; at most {limit} are accepted")
+    deadline_s = request.deadline_ms / 1e3 if request.deadline_ms else DEFAULT_DEADLINE_S
+    return Ask(request_id, model, priority, data, deadline_s)
+
+
+async def submit(bus: Bus, ask: Ask) -> int | None:
+    """Publish the request and wait for the queue's ack; returns its sequence there, None when only that is not known.
+
+    Raises DuplicateRequest, Overloaded, UnknownModel, or BusDisconnected (then nobody knows whether it was queued).
+    """
+    subject = Subjects(ask.model).request(ask.priority)
+    try:
+        return await _append(bus, subject, ask)
+    except StreamFull:
+        raise Overloaded(f"the queue of model {ask.model!r} is full; try again in a moment") from None
+    except StreamMissing:
+        raise UnknownModel(await _unknown(bus, ask.model), field="model") from None
+
+
+async def _append(bus: Bus, subject: str, ask: Ask) -> int | None:
+    """One retry when the ack is lost; the message id makes the second try harmless."""
+    try:
+        return await bus.append(subject, ask.data, message_id=ask.id, timeout=APPEND_S)
+    except SequenceConflict:
+        message = f"request id {ask.id!r} was used a moment ago; choose another one"
+        raise DuplicateRequest(message, field="id") from None
+    except BusDisconnected:
+        if not bus.connected:
+            raise
+    try:
+        return await bus.append(subject, ask.data, message_id=ask.id, timeout=APPEND_S)
+    except SequenceConflict:
+        return None  # the first try did arrive
+
+
+async def _unknown(bus: Bus, model: str) -> str:
+    with contextlib.suppress(BusError):
+        if seen := sorted({name for name, _ in await listen(bus, BEATS_S)}):
+            return f"nobody serves model {model!r}; served here: {', '.join(seen)}"
+    return f"nobody serves model {model!r}, nor any other; start workers with `trine up`"
