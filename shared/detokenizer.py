@@ -23,7 +23,7 @@ class Detokenizer:
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
 
     def push(self, token_id: int) -> str:
         """The text that is complete with this token; empty while a character is unfinished."""

@@ -76,9 +76,7 @@ class Client:
         messages: Sequence[ChatMessage | dict[str, str]] | None = None,
         token_ids: Sequence[int] | None = None,
         model: str | None = None,
-        priority: CONNECT_S = 5.0
-
-Priority = "normal",
+        priority: Priority = "normal",
         id: str | None = None,
         **params: Unpack[Params],
     ) -> Completion:
@@ -98,9 +96,7 @@ Priority = "normal",
         messages: Sequence[ChatMessage | dict[str, str]] | None = None,
         token_ids: Sequence[int] | None = None,
         model: str | None = None,
-        priority: CONNECT_S = 5.0
-
-Priority = "normal",
+        priority: Priority = "normal",
         id: str | None = None,
         **params: Unpack[Params],
     ) -> Stream:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shared.worker import EXIT_CONFIG
 
+
 @dataclass
 class RestartPolicy:
     """Exponential back-off with jitter for one worker; all times in seconds.

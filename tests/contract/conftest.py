@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from typing import Any, Protocol
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from shared.bus.base import Bus
 from shared.bus.embedded import EmbeddedNats
@@ -92,6 +93,13 @@ class NatsWorld:
             await bus.close()
         if not self._server.running:
             await self._server.start_async()
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[list[MutableMapping[str, Any]]]:
+    """What was logged; also keeps expected errors out of the terminal."""
+    with capture_logs() as entries:
+        yield entries
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import pytest
 
+from shared.bus.base import Incoming
 from shared.codec import decode_event, encode
 from shared.errors import TrineError
-from shared.messages import Draft, Drafts, Failed, Finished, Tokens
+from shared.messages import Beat, Draft, Drafts, Failed, Finished, Tokens
 from shared.subjects import Subjects
 from tests.fake_engine import FakeEngine, completion
 from tests.fleet_rig import MODEL, FleetRig
@@ -344,31 +346,23 @@ class TestForgery:
         ]
         async with FleetRig() as rig:
             worker = await rig.decode(draft_depth=4, draft_wait_ms=50)
-            drafter = await rig.drafter()
-            bus, turn = drafter.bus, iter(range(10**6))
+            bus, subjects, turn = rig.bus("evil"), Subjects(MODEL), itertools.count()
 
-            async def evil(message: object) -> None:
-                await bus.publish(message.reply, forged[next(turn) % len(forged)])  # type: ignore[attr-defined]
-
-            drafter._on_ask = evil  # type: ignore[method-assign,assignment]
-            await rig.kill("drafter-1")
-            evil_bus = rig.bus("evil")
-            bus = evil_bus
-            await evil_bus.subscribe(Subjects(MODEL).draft("evil"), evil)
+            async def answer(message: Incoming) -> None:
+                await bus.publish(message.reply, forged[next(turn) % len(forged)])
 
             async def beat() -> None:
                 while True:
-                    await evil_bus.publish(
-                        Subjects(MODEL).beat("drafter", "evil"),
-                        encode(drafter.beat().model_copy(update={"worker": "evil"})),
-                    )
+                    vocabulary = Beat(role="drafter", worker="evil", vocabulary="fake-vocabulary")
+                    await bus.publish(subjects.beat("drafter", "evil"), encode(vocabulary))
                     await asyncio.sleep(0.05)
 
+            await bus.subscribe(subjects.draft("evil"), answer)
             beats = asyncio.create_task(beat())
-            await asyncio.sleep(0.1)
-            answer = await rig.client().generate(token_ids=prompt(30), max_tokens=30, id="r")
+            await asyncio.sleep(0.2)
+            reply = await rig.client().generate(token_ids=prompt(30), max_tokens=40, id="r")
             beats.cancel()
-            check(answer, prompt(30), 30)
+            check(reply, prompt(30), 40)
             assert worker.counters["bad_drafts"] > 0
             assert worker.counters["drafts_ignored"] > 0
 
@@ -401,9 +395,9 @@ class TestPlainClients:
         bus, events = rig.bus(), []
         done = asyncio.Event()
 
-        async def on_event(message: object) -> None:
-            event = decode_event(message.data)  # type: ignore[attr-defined]
-            assert message.data[:1] == data[:1]  # type: ignore[attr-defined]
+        async def on_event(message: Incoming) -> None:
+            event = decode_event(message.data)
+            assert message.data[:1] == data[:1]
             events.append(event)
             if not isinstance(event, Tokens):
                 done.set()
@@ -455,8 +449,8 @@ class TestPlainClients:
             bus = rig.bus()
             answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-            async def on_event(message: object) -> None:
-                answer.set_result(message.data)  # type: ignore[attr-defined]
+            async def on_event(message: Incoming) -> None:
+                answer.set_result(message.data)
 
             await bus.subscribe(Subjects("nope").events("x"), on_event)
             await bus.publish(Subjects("nope").request("normal"), b'{"id":"x","prompt":"1"}')
