@@ -10,8 +10,8 @@ from functools import partial
 from typing import ClassVar, Literal, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
 import structlog
+from anyio.abc import TaskGroup
 
 from shared.bus.base import Bus, ConsumerSpec, Incoming, StreamSpec
 from shared.codec import decode, encode

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared.errors import ModelError
@@ -23,7 +23,7 @@ class Detokenizer:
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """The text that is complete with this token; empty while a character is unfinished."""
@@ -43,7 +43,7 @@ def byte_table(vocab: Mapping[str, int], added: Mapping[int, Any], decoder: dict
     parts = _flatten(decoder or {})
     kinds = {part.get("type") for part in parts}
     if kinds == {"ByteLevel"}:
-        to_bytes = _byte_level
+        to_bytes: Callable[[str], bytes] = _byte_level
     elif kinds and kinds <= _PIECE_DECODERS:
         to_bytes = _pieces(parts)
     else:
@@ -80,7 +80,7 @@ def _byte_level(token: str) -> bytes:
         return token.encode()
 
 
-def _pieces(parts: list[dict[str, Any]]) -> Any:
+def _pieces(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
     """SentencePiece-like tokens: a stand-in for the space, and `<0x0A>` for bytes that have no token."""
     replaced = [
         (part["replacement"], " ")

@@ -16,7 +16,9 @@ def configure(level: str = "info", format: str = "auto", **bound: str) -> None:
     """Set up logging for this process. `bound` (role, worker) goes on every line."""
     human = format == "console" or (format == "auto" and sys.stderr.isatty())
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if human
+        else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[

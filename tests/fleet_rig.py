@@ -69,14 +69,18 @@ class FleetRig:
         await self._start(name, worker)
         return worker
 
-    async def prefill(self, name: str = "prefill-1", engine: FakeEngine | None = None, **overrides: Any) -> PrefillWorker:
+    async def prefill(
+        self, name: str = "prefill-1", engine: FakeEngine | None = None, **overrides: Any
+    ) -> PrefillWorker:
         settings = PrefillSettings(**{**COMMON, "chunk_tokens": 16, **overrides})
         engine = self.engines[name] = engine or FakeEngine(blocks=128)
         worker = PrefillWorker(settings, self.bus(name), self.bus(name), name, engine)
         await self._start(name, worker)
         return worker
 
-    async def drafter(self, name: str = "drafter-1", engine: FakeEngine | None = None, **overrides: Any) -> DrafterWorker:
+    async def drafter(
+        self, name: str = "drafter-1", engine: FakeEngine | None = None, **overrides: Any
+    ) -> DrafterWorker:
         settings = DrafterSettings(**{**COMMON, "draft_source": "model", **overrides})
         slow = None
         if settings.draft_source != "lookup":

@@ -10,15 +10,27 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
+from services.decode.config import DecodeSettings
+from services.drafter.config import DrafterSettings
+from services.prefill.config import PrefillSettings
 from shared.bus.embedded import EmbeddedNats
-from shared.config import Settings
+from shared.config import DEFAULT_NATS_URL, Settings
 from shared.errors import ConfigError, TrineError, Unavailable
 from shared.subjects import ROLES
 from trine.process import Child, LogSink, worker_env
 from trine.readiness import Counts, Progress, await_ready
 from trine.restart import RestartPolicy
 
+S = TypeVar("S", bound=Settings)
+_SETTINGS: dict[str, type[Settings]] = {
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "drafter": DrafterSettings,
+}
 POLL_S = 0.05
 START_S = 20.0
 CONNECT_S = 10.0
@@ -49,19 +61,18 @@ class Fleet:
             fleet.wait_ready(120)
             ... Client(fleet.url, fleet.model) ...
 
-    `nats` is a URL, or "embedded" for a server of the fleet's own on `port` (0: any free one), with its store in a
-    temporary folder. `env` overrides settings of all workers by their environment names (`TRINE_BLOCK_SIZE` …),
-    `role_env` those of one role. Workers are named `decode-1` …; one that dies is started again (`RestartPolicy`),
-    one that keeps refusing its configuration ends the fleet, and `failure` says why. `log` gets (name, line) of what
-    they write, from reader threads.
+    `nats` is a URL, or "embedded" for a server of the fleet's own on NATS' usual port ("embedded:PORT" for another
+    one, 0 being any free one), with its store in a temporary folder. `env` overrides settings of all workers by their
+    environment names (`TRINE_BLOCK_SIZE` …), `role_env` those of one role. Workers are named `decode-1` …; one that
+    dies is started again (`RestartPolicy`), one that keeps refusing its configuration ends the fleet, and `failure`
+    says why. `log` gets (name, line) of what they write, from reader threads. Raises ConfigError for bad settings.
     """
 
     def __init__(
         self,
         counts: Counts,
         *,
-        nats: str = "embedded",
-        port: int = 0,
+        nats: str = "embedded:0",
         env: Mapping[str, str] | None = None,
         role_env: Mapping[str, Mapping[str, str]] | None = None,
         log: LogSink = lambda name, line: None,
@@ -69,12 +80,16 @@ class Fleet:
         if unknown := set(counts) - set(ROLES):
             raise ConfigError(f"no such role: {', '.join(sorted(unknown))}; roles are {', '.join(ROLES)}")
         self.counts = {role: counts.get(role, 0) for role in ROLES}
-        self.nats = EmbeddedNats(port) if nats == "embedded" else None
+        self.nats = _embedded(nats)
         self.failure: str | None = None
         self._nats_url = nats
         self._env = dict(env or {})
         self._role_env = role_env or {}
         self._log = log
+        for role, n in self.counts.items():
+            if n:
+                _checked(_SETTINGS[role], {**self._env, **self._role_env.get(role, {})})
+        self.settings = _checked(Settings, self._env)
         names = {f"{role}-{i}": role for role in ROLES for i in range(1, self.counts[role] + 1)}
         self._places = {name: _Place(name, role) for name, role in names.items()}
         self._lock = threading.RLock()
@@ -88,8 +103,7 @@ class Fleet:
     @property
     def model(self) -> str:
         """The name clients ask for."""
-        given = {name.removeprefix("TRINE_").lower(): value for name, value in self._env.items()}
-        return Settings.model_validate({**Settings().model_dump(), **given}).served_name
+        return self.settings.served_name
 
     @property
     def _drain_s(self) -> float:
@@ -242,3 +256,23 @@ class Fleet:
             if sign is not signal.SIGKILL and self._at_once.is_set():
                 return
             time.sleep(POLL_S / 5)
+
+
+def _checked(kind: type[S], env: Mapping[str, str]) -> S:
+    """What a worker will read in its environment. Raises ConfigError naming the variable."""
+    given: dict[str, Any] = {name.removeprefix("TRINE_").lower(): value for name, value in env.items()}
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise ConfigError(f"TRINE_{str(first['loc'][0]).upper()}: {first['msg']}") from None
+
+
+def _embedded(nats: str) -> EmbeddedNats | None:
+    """The server that `nats` asks for, None for a URL. Raises ConfigError."""
+    kind, _, port = nats.partition(":")
+    if kind != "embedded":
+        return None
+    if port and not (port.isdigit() and int(port) < 1 << 16):
+        raise ConfigError(f"nats: {port!r} is no port; write embedded, embedded:PORT or nats://HOST:PORT")
+    return EmbeddedNats(int(port) if port else int(DEFAULT_NATS_URL.rsplit(":", 1)[1]))

@@ -1,4 +1,4 @@
-"""Fills the blocks of an admitted sequence: from the shared cache, then by a prefill worker; the rest is left to steps."""
+"""Fills an admitted sequence's blocks: from the shared cache, then by a prefill worker; the rest is left to steps."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shared.engine.attention import NAME, Features, attend, attending
 from shared.engine.batch import Tile
 from shared.engine.fingerprint import read_json
+from shared.engine.linear import arrange
 from shared.engine.pool import LayerShape
 from shared.errors import ModelError
 
@@ -65,9 +66,12 @@ def load(folder: Path, layers: int | None = None) -> Model:
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
         raise ModelError(f"{folder} cannot be loaded: {error}") from error
     module = module.to(device).eval().requires_grad_(False)
+    shapes = _probe(module, text.num_hidden_layers, dtype, device)
+    if device.type == "cpu":
+        arrange(module)
     return Model(
         module=module,
-        shapes=_probe(module, text.num_hidden_layers, dtype, device),
+        shapes=shapes,
         context_length=int(text.max_position_embeddings),
         vocab_size=int(module.get_output_embeddings().weight.shape[0]),
         eos_ids=_eos_ids(folder),

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ PROMPT = (
     "The lighthouse keeper wrote in his log every evening. He noted the wind, the height of the waves, the ships "
     "that passed and the birds that rested on the rail. In winter the nights were long, and he wrote more. "
 ) * 8 + "\n\nIn one sentence, the log of the next evening says:"
+BEATS = 3  # by the third beat of a worker its peers know it
 BUILD_S = 1500.0
 START_S = 600.0
 ANSWER_S = 300.0
@@ -107,15 +109,15 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 
 async def workers(client: Client, **wanted: int) -> dict[str, set[str]]:
-    """Names of the live workers by role, once there are as many of each as wanted."""
-    seen: dict[str, set[str]] = {role: set() for role in wanted}
+    """Names of the live workers by role, once as many of each as wanted have been heard often enough by all."""
+    heard: dict[str, Counter[str]] = {role: Counter() for role in wanted}
     beats = await client.subscribe(f"trine.{MODEL}.beat.*.*")
     with anyio.fail_after(START_S):
-        while any(len(seen[role]) < count for role, count in wanted.items()):
+        while any(sum(n >= BEATS for n in heard[role].values()) < count for role, count in wanted.items()):
             _, _, _, role, worker = (await beats.next_msg(timeout=START_S)).subject.split(".")
-            seen.setdefault(role, set()).add(worker)
+            heard.setdefault(role, Counter())[worker] += 1
     await beats.unsubscribe()
-    return seen
+    return {role: set(counts) for role, counts in heard.items()}
 
 
 async def submit(client: Client, request: dict[str, Any]) -> None:

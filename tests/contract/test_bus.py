@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -116,7 +117,9 @@ class TestCore:
         assert finished == [b"1"]
 
     @pytest.mark.parametrize("error", [ValueError("broken"), asyncio.CancelledError()])
-    async def test_a_raising_handler_is_counted_and_goes_on(self, bus: Bus, world: World, error: BaseException) -> None:
+    async def test_a_raising_handler_is_counted_and_goes_on(
+        self, bus: Bus, world: World, logs: list[MutableMapping[str, Any]], error: BaseException
+    ) -> None:
         got: list[bytes] = []
 
         async def handler(message: Incoming) -> None:

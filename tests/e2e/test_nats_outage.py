@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ async def test_absent_at_start_then_arriving_then_restarted_under_load(tmp_path:
     port = free_port()
     server = EmbeddedNats(port=port, store_dir=tmp_path / "store")
     with Fleet({"prefill": 1, "decode": 1}, nats=f"nats://127.0.0.1:{port}", env={"TRINE_LOG_FORMAT": "json"}) as fleet:
-        time.sleep(6)  # workers load their weights and find no server
+        await asyncio.sleep(6)  # workers load their weights and find no server
         pids = fleet.pids()
         assert len(pids) == 2
         server.start()

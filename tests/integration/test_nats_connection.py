@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -170,10 +171,13 @@ async def test_a_server_that_hangs_is_noticed(server: EmbeddedNats, monkeypatch:
 
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
+    waiting = asyncio.create_task(bus.request("hello", b"", 60))
     try:
         with pytest.raises(BusDisconnected), anyio.fail_after(10):
             await publish_for_ever()
-        await eventually(lambda: not bus.connected, within=10)
+        with pytest.raises(BusDisconnected), anyio.fail_after(5):
+            await waiting
+        assert not bus.connected
     finally:
         os.kill(server.pid, signal.SIGCONT)
     await eventually(lambda: bus.connected, within=15)

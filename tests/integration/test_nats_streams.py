@@ -6,15 +6,18 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import pytest
 from nats.aio.msg import Msg
 
+from shared.bus import nats_api
 from shared.bus.base import ConsumerSpec, Incoming, Stored, StreamSpec
 from shared.bus.embedded import EmbeddedNats
 from shared.bus.nats import NatsBus
+from shared.bus.nats_api import Api
 from shared.bus.nats_inbox import Inbox
-from shared.errors import ConfigError, StreamFull, TooLarge
+from shared.errors import ConfigError, StreamFull, StreamMissing, TooLarge
 from tests.contract.conftest import eventually
 
 pytestmark = pytest.mark.anyio
@@ -90,6 +93,44 @@ async def test_lost_answers_are_asked_for_again(bus: NatsBus, monkeypatch: pytes
     assert set(await bus.get_many(f"LOSSY{lose}", subjects)) == set(subjects)
     assert [m.data.decode() for m in await bus.read(f"LOSSY{lose}", f"lossy{lose}.same")] == subjects
     assert count > 80  # some were sent twice
+
+
+async def test_losing_the_race_to_create_is_no_error_unless_the_winner_differs(
+    bus: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = StreamSpec("RACED", ("raced.*",), "workqueue", "file", "new")
+    consumer = ConsumerSpec("RACED", "work", "raced.*")
+    config = nats_api._stream_config(spec) | {"description": "by another hand"}
+    await bus._api.ask("STREAM.CREATE.RACED", config)
+    config = nats_api._consumer_config(consumer) | {"description": "by another hand"}
+    await bus._api.ask("CONSUMER.CREATE.RACED.work.raced.*", {"stream_name": "RACED", "config": config})
+
+    def hide_once(name: str) -> None:
+        real = getattr(Api, name)
+        asked: list[object] = []
+
+        async def first_finds_nothing(*args: object) -> object:
+            asked.append(args)
+            if len(asked) == 1:
+                raise StreamMissing("not yet")
+            return await real(*args)
+
+        monkeypatch.setattr(Api, name, first_finds_nothing)
+
+    for ensure in (bus.ensure_stream(spec), bus.ensure_consumer(consumer)):
+        hide_once("stream")
+        hide_once("consumer")
+        await ensure
+        monkeypatch.undo()
+    for ensure in (
+        bus.ensure_stream(replace(spec, max_msgs=7)),
+        bus.ensure_consumer(replace(consumer, max_deliver=7)),
+    ):
+        hide_once("stream")
+        hide_once("consumer")
+        with pytest.raises(ConfigError, match="expected 7"):
+            await ensure
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("storage", ["memory", "file"])

@@ -53,7 +53,7 @@ class TestLookup:
         for end in range(1, len(tokens) + 1):
             session.tokens = tokens[:end]
             if rng.random() < 0.2:  # a session told anew from an earlier point
-                session.tokens = session.tokens[: rng.randrange(end)] + [rng.randrange(4)] or [0]
+                session.tokens = [*session.tokens[: rng.randrange(end)], rng.randrange(4)]
             fresh = Lookup(2).draft([wish(Session(("d", "f"), list(session.tokens)))])
             assert kept.draft([wish(session)]) == fresh
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle  # the attack, never the remedy
 from typing import Any
@@ -198,10 +199,8 @@ def test_an_unknown_version_is_refused_by_name(format: Format) -> None:
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
     for kind in MESSAGE_TYPES:
-        try:
+        with contextlib.suppress(RequestError):
             decode(data, kind)
-        except RequestError:
-            pass
 
 
 def test_error_codes_come_back_as_the_same_error() -> None:

@@ -1,0 +1,170 @@
+"""The command line: `trine up`, `trine generate`, `trine demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from shared import telemetry
+from shared.errors import InvalidField
+from trine.console import log_printer, progress_bar, reported
+
+app = typer.Typer(
+    help="LLM serving as prefill, decode and drafter actors on NATS, with a shared prefix cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+READY_S = 300.0
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trine {importlib.metadata.version('trine')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Settings are also read from TRINE_* variables of the same names; flags come first."""
+    telemetry.configure("error")  # on stderr: stdout is for answers
+
+
+@app.command()
+@reported
+def up(
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a hub id, or the built-in default.")] = "",
+    model_name: Annotated[str, typer.Option(help="The name clients ask for; from the model's when empty.")] = "",
+    drafter_model: Annotated[
+        str, typer.Option(help="A small model that drafts; empty: the target's first layers.")
+    ] = "",
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    drafter: Annotated[int, typer.Option(min=0, help="Drafters.")] = 1,
+    nats: Annotated[
+        str, typer.Option(help="nats://HOST:PORT, or embedded, or embedded:PORT.", envvar="TRINE_NATS_URL")
+    ] = "embedded",
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
+    kv_memory_mb: Annotated[int | None, typer.Option(help="KV pool of each worker.")] = None,
+    cache_bytes: Annotated[int | None, typer.Option(help="Size of the shared prefix cache.")] = None,
+    draft_depth: Annotated[int | None, typer.Option(help="Tokens drafted per step; 0: no speculation.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads per worker; unset: cores / workers.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Start nats-server and workers on this machine, restart those that die, stop all with Ctrl-C."""
+    given: dict[str, Any] = {
+        "model": model,
+        "model_name": model_name,
+        "drafter_model": drafter_model,
+        "block_size": block_size,
+        "kv_memory_mb": kv_memory_mb,
+        "cache_bytes": cache_bytes,
+        "draft_depth": draft_depth,
+        "threads": threads,
+        "log_level": log_level,
+    }
+    env = {f"TRINE_{name.upper()}": str(value) for name, value in given.items() if value not in (None, "")}
+    _run_fleet({"prefill": prefill, "decode": decode, "drafter": drafter}, nats, env)
+
+
+def _run_fleet(counts: dict[str, int], nats: str, env: dict[str, str]) -> None:
+    from trine.prepare import prepare
+    from trine.supervisor import Fleet
+
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        env = {"TRINE_LOG_FORMAT": os.environ.get("TRINE_LOG_FORMAT", "console"), **env}
+    fleet = Fleet(counts, nats=nats, env=env, log=log_printer(console))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the fleet in order
+    try:
+        with progress_bar(console) as progress:
+            for wanted in {fleet.settings.model, env.get("TRINE_DRAFTER_MODEL", "")} - {""}:
+                prepare(wanted, progress)
+        with fleet:
+            fleet.wait_ready(READY_S)
+            there = ", ".join(f"{n} {role}" for role, n in fleet.counts.items() if n)
+            typer.echo(f"ready: {fleet.model} at {fleet.url} ({there}); Ctrl-C stops")
+            fleet.wait()
+    except KeyboardInterrupt:
+        return  # this is how it is meant to end
+
+
+@app.command()
+@reported
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The message of one chat turn; - reads it from standard input.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name.")] = None,
+    nats: Annotated[str | None, typer.Option(help="nats://HOST:PORT.")] = None,
+    priority: Annotated[str, typer.Option(help="high, normal or low.")] = "normal",
+    temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token (default 1).")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed and prompt: same text.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="At most so many tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+) -> None:
+    """Ask a running fleet, and print the answer as it comes."""
+    if raw and system is not None:
+        raise InvalidField("--system needs a chat; leave out --raw", field="system")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    chat = [{"role": "system", "content": system}] if system is not None else []
+    request: dict[str, Any] = {"prompt": text} if raw else {"messages": [*chat, {"role": "user", "content": text}]}
+    params = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "stop": stop or None,
+        "deadline_ms": max(1, round(timeout * 1e3)) if timeout is not None else None,
+    }
+    request |= {"priority": priority, **{name: value for name, value in params.items() if value is not None}}
+    asyncio.run(_generate(nats, model, request, as_json))
+
+
+async def _generate(nats: str | None, model: str | None, request: dict[str, Any], as_json: bool) -> None:
+    from trine.client import Client
+
+    async with Client(nats, model) as client, client.stream(**request) as stream:
+        async for delta in stream:
+            if not as_json:
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+    print(json.dumps(stream.completion.as_dict()) if as_json else "")
+
+
+@app.command()
+@reported
+def demo(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
+) -> None:
+    """Start a whole fleet, stream an answer, show the prefix cache and speculation at work, stop."""
+    from trine.demo import run
+
+    run(as_json)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
