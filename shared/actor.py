@@ -10,6 +10,7 @@ from functools import partial
 from typing import ClassVar, Literal, TypeVar
 
 import anyio
+import anyio.lowlevel
 import structlog
 from anyio.abc import TaskGroup
 
@@ -123,6 +124,7 @@ class Actor:
 
     async def in_engine(self, function: Callable[..., T], *args: object) -> T:
         """Run a blocking forward pass in this worker's one engine thread. Cancellation waits for it to end."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
         future = asyncio.get_running_loop().run_in_executor(self._engine_thread, partial(function, *args))
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])

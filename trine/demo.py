@@ -151,8 +151,8 @@ def _check(results: Results) -> None:
 
 def _table(results: Results) -> Table:
     table = Table(box=box.SIMPLE)
-    for column in ("", "TTFT ms", "tokens", "cached", "drafted", "accepted", "served by"):
-        table.add_column(column, justify="left" if column in ("", "served by") else "right", no_wrap=True)
+    for column in ("", "TTFT ms", "tokens", "cached", "drafts kept", "served by"):
+        table.add_column(column, justify="left" if column in ("", "served by") else "right")
     for name, title in (("answer", "question"), ("cold", "cold"), ("warm", "warm"), ("quote", "quote")):
         done: Completion = getattr(results, name)
         use, by = done.usage, done.served_by
@@ -161,8 +161,7 @@ def _table(results: Results) -> Table:
             f"{done.timings.ttft_ms:.0f}",
             str(use.prompt_tokens),
             str(use.cached_tokens),
-            str(use.drafted_tokens),
-            str(use.accepted_tokens),
-            ", ".join([*by.prefill, by.decode, *by.drafter]),
+            f"{use.accepted_tokens} of {use.drafted_tokens}",
+            " ".join([*by.prefill, by.decode, *by.drafter]),
         )
     return table

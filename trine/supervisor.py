@@ -219,6 +219,8 @@ class Fleet:
             for place in self._places.values():
                 if place.child is not None and (code := place.child.exit_code) is not None:
                     self._bury(place, place.child, code)
+                if self.failure is not None:
+                    return
                 if place.child is None and not place.held and time.monotonic() >= place.due:
                     self._fill(place)
 

@@ -133,6 +133,10 @@ class Intake:
             log.warning("request handed back", seq=job.seq, error=str(error))
             await _quietly(job.nak(1.0))
             return
+        except Exception:
+            log.exception("request could not be taken in", seq=job.seq)
+            await self._refuse(job, format, TrineError("internal error while reading the request"))
+            return
         if request is not None:
             self._serve(request)
 

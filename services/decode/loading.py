@@ -62,6 +62,8 @@ class Loader:
 
     async def load(self, sequence: Sequence, on_producers: Callable[[set[str]], None]) -> None:
         """Load what can be loaded; the sequence is READY afterwards unless it was ended or preempted meanwhile."""
+        if sequence.phase is not Phase.LOADING:
+            return  # ended between its admission and this task's first step
         epoch = sequence.epoch
         wanted = (len(sequence.tokens) - 1) // self._block_size
         have = sequence.computed // self._block_size

@@ -216,7 +216,11 @@ class DecodeWorker(Actor):
             self.spawn(self._load, self._requests[sequence.id])
 
     async def _load(self, request: Request) -> None:
-        await self._loader.load(request.sequence, request.prefilled_by.update)
+        try:
+            await self._loader.load(request.sequence, request.prefilled_by.update)
+        except Exception:
+            self.log.exception("loading failed", request=request.id)
+            self._fail(request, TrineError("internal error while loading the prompt's KV"))
         self._work.set()
 
     def _finish(self, request: Request, reason: str) -> None:

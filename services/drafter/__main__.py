@@ -10,6 +10,7 @@ from services.drafter.config import DrafterSettings
 from services.drafter.service import DrafterWorker
 from services.drafter.sources.lookup import Lookup
 from services.drafter.sources.model import ModelSource
+from shared.engine.fingerprint import vocabulary_digest
 from shared.errors import ConfigError
 from shared.tokenizer import Tokenizer
 from shared.worker import Connect, load_engine, main, model_folder
@@ -18,7 +19,7 @@ from shared.worker import Connect, load_engine, main, model_folder
 def build_model_source(settings: DrafterSettings, target: Path, vocabulary: str) -> ModelSource:
     """The draft model. Blocking. ConfigError if its vocabulary is not the target's."""
     folder = model_folder(settings.drafter_model) if settings.drafter_model else target
-    if folder != target and Tokenizer.load(folder).digest != vocabulary:
+    if folder != target and vocabulary_digest(folder) != vocabulary:
         raise ConfigError(f"the vocabulary of drafter_model {settings.drafter_model} is not that of {settings.model}")
     engine = load_engine(settings, folder, None if settings.drafter_model else settings.drafter_layers)
     return ModelSource(engine, within_budget=settings.draft_source == "auto")
@@ -30,7 +31,7 @@ if __name__ == "__main__":
     async def make(worker: str, connect: Connect) -> DrafterWorker:
         folder = await anyio.to_thread.run_sync(model_folder, settings.model)
         tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
-        vocabulary = tokenizer.digest
+        vocabulary = await anyio.to_thread.run_sync(vocabulary_digest, folder)
         slow = None
         if settings.draft_source != "lookup":
             slow = await anyio.to_thread.run_sync(build_model_source, settings, folder, vocabulary)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from shared.engine.batch import Batch, Group, Tile
@@ -108,16 +108,16 @@ def _attend_group(group: Group, query: Tensor, keys: Tensor, values: Tensor, fea
         rows = query[:, :, :, tile.first : tile.last]
         seen = slice(tile.low, tile.high)
         out = attend(rows.flatten(2, 3), paged_k[:, :, seen], paged_v[:, :, seen], tile, features, share)
-        outs.append(out.unflatten(2, (share, -1)))
+        outs.append(out.view(*out.shape[:2], share, tile.last - tile.first, -1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=3)
     out = out.permute(0, 3, 1, 2, 4).reshape(group.sequences * group.width, kv_heads * share, -1)
     return out if group.unpick is None else out.index_select(0, group.unpick)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tile: Tile, features: Features, share: int) -> Tensor:
-    """query [B, kv_heads, share * n, k_dim], key [B, kv_heads, L, k_dim], value [..., v_dim] → [B, kv_heads, share * n, v_dim]."""
+    """query [B, kv_heads, share * n, k_dim], key [B, kv_heads, L, k_dim], value [B, kv_heads, L, v_dim] → as query."""
     if features.softcap is None and features.sinks is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=tile.mask, scale=features.scale)
+        return scaled_dot_product_attention(query, key, value, attn_mask=tile.mask, scale=features.scale)
     scores = (query * features.scale) @ key.transpose(-1, -2)
     if features.softcap is not None:
         scores = torch.tanh(scores / features.softcap) * features.softcap

@@ -75,9 +75,7 @@ class Group:
         first = oldest // block_size
         last = -(-self.ends // block_size)
         count = int((last - first).max())
-        blocks = [
-            _padded(table[low:high], count) for table, low, high in zip(self.tables, first, last, strict=True)
-        ]
+        blocks = [_padded(table[low:high], count) for table, low, high in zip(self.tables, first, last, strict=True)]
         base = first * block_size
         cuts = range(0, self.width, TILE) if self.sequences == 1 else (0,)
         step = TILE if self.sequences == 1 else self.width

@@ -125,4 +125,6 @@ def _blocks_within(memory_mb: int, block_bytes: int) -> int:
 def _begun_unfilled(spans: Sequence[Span], block_size: int) -> list[int]:
     """Blocks whose first position is in a span that ends before their last."""
     ends = [(span, span.start + len(span.token_ids)) for span in spans]
-    return [span.table[end // block_size] for span, end in ends if end % block_size and end - end % block_size >= span.start]
+    return [
+        span.table[end // block_size] for span, end in ends if end % block_size and end - end % block_size >= span.start
+    ]

@@ -26,7 +26,9 @@ def fingerprint(folder: Path, *, dtype: str = "float32", layers: int | None = No
     they are spread over files. Hashing runs at about 1 GB/s the first time; later calls only look at file times.
     """
     state = hashlib.sha256(b"trine-fingerprint\0")
-    config = {k: v for k, v in read_json(folder / "config.json").items() if k not in _NOT_THE_MODEL and not k.startswith("_")}
+    config = {
+        k: v for k, v in read_json(folder / "config.json").items() if k not in _NOT_THE_MODEL and not k.startswith("_")
+    }
     parts = [f"{LAYOUT_VERSION} {dtype} {layers or 'all'}", json.dumps(config, sort_keys=True)]
     tensors = [line for path in weight_files(folder) for line in cached("tensors", path, tensor_digests)]
     for part in parts + sorted(tensors):

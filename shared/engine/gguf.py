@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.gguf import read_gguf_metadata
+from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.utils import logging as transformers_logging
 
 from shared.errors import ModelError
 
@@ -31,13 +32,16 @@ _DIGITS_ONE_BY_ONE = frozenset({"smollm", "starcoder", "refact", "command-r"})
 
 def convert(source: Path, folder: Path, progress: Progress) -> None:
     """Write the model in `source` into the existing, empty `folder`. Raises ModelError for what would not be exact."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         progress("reading the GGUF header", 0.0)
         config = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         progress("dequantising the weights", 0.2)
-        parsed = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
+        parsed = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
+            str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
+        )
         progress("building the tokenizer", 0.7)
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     except (ValueError, KeyError, NotImplementedError, OSError, RuntimeError) as error:
@@ -50,7 +54,7 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
     tokenizer.model_max_length = config.max_position_embeddings
 
     progress("writing safetensors", 0.85)
-    model.config._name_or_path = ""
+    vars(model.config).pop("_model_name_or_path", None)  # the GGUF file's title; it says nothing
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _flush(folder)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 _ROWS = (1, 2, 4, 8, 16)
 _SAMPLE = 8 << 20
@@ -36,12 +36,12 @@ class Choice:
 
 def choose(seconds: Callable[[str, int], float]) -> Choice:
     """`seconds(form, rows)` is the time of a product in the form "linear", "weight_first" or "columns"."""
-    linear = {rows: seconds("linear", rows) for rows in _ROWS}
+    as_is = {rows: seconds("linear", rows) for rows in _ROWS}
     first = {rows: seconds("weight_first", rows) for rows in _ROWS}
     columns = sum(seconds("columns", rows) for rows in _ROWS)
 
     def total(limit: int) -> float:
-        return sum(first[rows] if 1 < rows <= limit else linear[rows] for rows in _ROWS)
+        return sum(first[rows] if 1 < rows <= limit else as_is[rows] for rows in _ROWS)
 
     limits = [following - 1 for following in _ROWS[1:]] + [_ROWS[-1]]
     best = min(limits, key=total)
@@ -53,12 +53,18 @@ def choose(seconds: Callable[[str, int], float]) -> Choice:
 class WeightFirstLinear(nn.Linear):
     """A linear layer that computes `(W @ x.T).T` for 2 to `limit` rows."""
 
-    limit: int
+    limit = 0
+
+    @classmethod
+    def take_over(cls, layer: nn.Linear, limit: int) -> None:
+        """Make `layer` one of these, with the parameters it has."""
+        layer.__class__ = cls
+        vars(layer)["limit"] = limit
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
         if not 1 < rows <= self.limit:
-            return F.linear(input, self.weight, self.bias)
+            return linear(input, self.weight, self.bias)
         flat = input.reshape(rows, self.in_features).t()
         out = self.weight @ flat if self.bias is None else torch.addmm(self.bias[:, None], self.weight, flat)
         return out.t().contiguous().view(*input.shape[:-1], self.out_features)
@@ -78,27 +84,28 @@ def arrange(module: Any) -> Choice:
             layer.weight = nn.Parameter(layer.weight.t().contiguous().t(), requires_grad=False)
     elif choice.weight_first:
         for layer in layers if type(head) is not nn.Linear else [*layers, head]:
-            layer.__class__ = WeightFirstLinear
-            layer.limit = choice.weight_first
+            WeightFirstLinear.take_over(layer, choice.weight_first)
     return choice
 
 
 def _sample(layers: Sequence[nn.Linear]) -> list[Tensor]:
-    weights, total = [], 0
+    """The first layers' weights, enough of them not to fit into caches; none if there are not so many."""
+    weights: list[Tensor] = []
+    total = 0
     for layer in layers:
-        if total >= _SAMPLE:
-            return weights
         weights.append(layer.weight)
         total += layer.weight.numel()
+        if total >= _SAMPLE:
+            return weights
     return []
 
 
 def _measure(weights: Sequence[Tensor]) -> Callable[[str, int], float]:
     by_column = [w.t().contiguous().t() for w in weights]
     forms: dict[str, tuple[Sequence[Tensor], Product]] = {
-        "linear": (weights, F.linear),
+        "linear": (weights, linear),
         "weight_first": (weights, lambda x, w: (w @ x.t()).t().contiguous()),
-        "columns": (by_column, F.linear),
+        "columns": (by_column, linear),
     }
 
     def seconds(form: str, rows: int) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from shared.engine.attention import NAME, Features, attend, attending
 from shared.engine.batch import Tile
@@ -41,9 +42,7 @@ class Model:
 
     def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """One forward pass over a flat row of tokens: float32 logits [rows, vocab]. `attending` must be in force."""
-        out = self.module(
-            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
-        )
+        out = self.module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
         logits: Tensor = out.logits[0]
         return logits.float()
 
@@ -53,6 +52,7 @@ def load(folder: Path, layers: int | None = None) -> Model:
 
     Raises ModelError for weights that cannot be read and for models that would not run exactly.
     """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
@@ -60,7 +60,7 @@ def load(folder: Path, layers: int | None = None) -> Model:
         text = config.get_text_config()
         _refuse_inexact(config, text)
         _truncate(text, layers)
-        module = AutoModelForCausalLM.from_pretrained(
+        module: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=NAME, local_files_only=True, use_safetensors=True
         )
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
@@ -138,7 +138,7 @@ def _probe(module: Any, layers: int, dtype: torch.dtype, device: torch.device) -
     """The shapes that the layers really hand over, from a pass over three tokens; compared with the model's own."""
     probe = _Probe()
     kind = module.config.get_text_config().model_type
-    tokens = torch.ones(1, _PROBE_TOKENS, dtype=torch.long, device=device)
+    tokens = torch.arange(1, 1 + _PROBE_TOKENS, device=device)[None]  # distinct, or attention would not matter
     try:
         with torch.inference_mode(), attending(probe):
             ours = module(input_ids=tokens, use_cache=False).logits

@@ -42,7 +42,9 @@ class BlockLayout:
 
     @classmethod
     def of(cls, shapes: Sequence[LayerShape], block_size: int, itemsize: int) -> BlockLayout:
-        keys, values, end = [], [], 0
+        keys: list[Part] = []
+        values: list[Part] = []
+        end = 0
         for shape in shapes:
             for parts, dim in ((keys, shape.k_dim), (values, shape.v_dim)):
                 parts.append(Part(end, shape.kv_heads, dim))
@@ -76,7 +78,7 @@ class KVPool:
 
     def block(self, index: int) -> memoryview:
         """The block's bytes, read-only. On the CPU without a copy: they change when the block is written."""
-        return memoryview(self._row(index).cpu().numpy()).toreadonly()
+        return self._row(index).cpu().numpy().data.toreadonly()
 
     def write(self, index: int, data: bytes | bytearray | memoryview) -> None:
         """Raises FrameError unless `data` has exactly `block_bytes` bytes."""
@@ -84,7 +86,7 @@ class KVPool:
         if view.nbytes != self.block_bytes or not view.contiguous:
             raise FrameError(f"a block of {view.nbytes} bytes; this model's have {self.block_bytes}")
         if row.is_cpu:
-            memoryview(row.numpy())[:] = view.cast("B")
+            row.numpy().data[:] = view.cast("B")
         else:
             row.copy_(torch.frombuffer(bytearray(view), dtype=torch.uint8))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +50,7 @@ def histories(draw: st.DrawFn) -> tuple[Answer, list[Tokens | Finished]]:
     chain: list[Tokens | Finished] = []
     attempt = 1
     stale: list[Tokens | Finished] = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         if start and draw(st.booleans()):  # a worker took over here; the old one may have written on
             stop = draw(st.integers(start, n))
             stale.append(answer.tokens(start, stop, attempt))

@@ -1,0 +1,32 @@
+"""Fixtures that are too costly to make more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shared.config import DEFAULT_MODEL
+from shared.engine.engine import Engine
+from shared.engine.weights import resolve
+from trine.prepare import prepare
+from trine.supervisor import Fleet
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine() -> Engine:
+    """The default model over a pool of 256 blocks of 16 tokens. Tests may overwrite any block."""
+    return Engine.load(resolve(DEFAULT_MODEL), block_size=16, kv_blocks=256)
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Fleet]:
+    """A running fleet with the default model's real weights: 1 prefill, 2 decode, 1 drafter, a nats-server of its own.
+
+    `stack.url` and `stack.model` are what a `Client` needs. Leave it as you found it: killed workers must be back.
+    """
+    fleet = Fleet({"prefill": 1, "decode": 2, "drafter": 1})
+    prepare(fleet.settings.model)
+    with fleet:
+        fleet.wait_ready(180)
+        yield fleet

@@ -1,0 +1,98 @@
+"""The layout of a block and the pool's byte access."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.engine.pool import BlockLayout, KVPool, LayerShape
+from shared.errors import ConfigError, FrameError
+
+SHAPES = [LayerShape(3, 64, 64), LayerShape(1, 5, 3), LayerShape(2, 8, 16)]
+CPU = torch.device("cpu")
+
+
+def make(blocks: int = 4, block_size: int = 4) -> KVPool:
+    return KVPool(SHAPES, blocks, block_size, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_parts_are_aligned_and_disjoint_and_fill_the_block(block_size: int, itemsize: int) -> None:
+    layout = BlockLayout.of(SHAPES, block_size, itemsize)
+    parts = [p for pair in zip(layout.keys, layout.values, strict=True) for p in pair]
+    ends = [p.offset + block_size * p.heads * p.dim * itemsize for p in parts]
+    assert all(p.offset % 16 == 0 for p in parts) and layout.block_bytes % 16 == 0
+    for end, following in zip(ends, [*(p.offset for p in parts[1:]), layout.block_bytes], strict=True):
+        assert end <= following < end + 16
+
+
+def test_a_block_is_one_run_of_bytes_holding_exactly_its_layers() -> None:
+    pool = make()
+    for layer in range(len(SHAPES)):
+        pool.keys[layer][2] = layer + 1
+        pool.values[layer][2] = -layer - 1
+    numbers = torch.frombuffer(bytearray(pool.block(2)), dtype=torch.float32)
+    expected = [
+        torch.full((4 * s.kv_heads * dim,), float(sign * (i + 1)))
+        for i, s in enumerate(SHAPES)
+        for sign, dim in ((1, s.k_dim), (-1, s.v_dim))
+    ]
+    assert torch.equal(numbers, torch.cat(expected))
+    assert not any(bytes(pool.block(1))) and not any(bytes(pool.block(3)))
+
+
+def test_blocks_travel_between_pools() -> None:
+    one, two = make(), make()
+    for tensor in (*one.keys, *one.values):
+        tensor[1].normal_()
+    two.write(3, bytes(one.block(1)))
+    assert all(torch.equal(a[1], b[3]) for a, b in zip(one.keys + one.values, two.keys + two.values, strict=True))
+    two.write(0, memoryview(bytearray(one.block(1))))
+    assert bytes(two.block(0)) == bytes(one.block(1))
+
+
+def test_reading_is_a_view_that_cannot_be_written() -> None:
+    pool = make()
+    view = pool.block(1)
+    pool.keys[0][1] = 1.0
+    assert any(view)
+    assert view.readonly and view.nbytes == pool.block_bytes and view.contiguous
+    with pytest.raises(TypeError):
+        view[0] = 1
+
+
+def test_wrong_sizes_and_places_are_refused_and_change_nothing() -> None:
+    pool = make()
+    size = pool.block_bytes
+    for data in (b"", b"\1" * (size - 1), b"\1" * (size + 1), memoryview(b"\1" * (2 * size))[::2]):
+        with pytest.raises(FrameError):
+            pool.write(1, data)
+    for index in (-1, 4):
+        with pytest.raises(FrameError):
+            pool.write(index, b"\1" * size)
+        with pytest.raises(FrameError):
+            pool.block(index)
+    assert not any(bytes(pool.block(b)) != bytes(size) for b in range(4))
+
+
+def test_a_block_can_be_cleared() -> None:
+    pool = make()
+    pool.write(2, b"\xff" * pool.block_bytes)
+    pool.clear(2)
+    assert not any(bytes(pool.block(2)))
+
+
+def test_an_unused_pool_takes_no_memory() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    before = resident()
+    pool = KVPool([LayerShape(3, 64, 64)] * 30, 1400, 16, torch.float32, CPU)
+    assert resident() - before < 64 << 20 < pool.blocks * pool.block_bytes
+
+
+def test_a_pool_larger_than_the_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="MiB"):
+        make(blocks=1 << 50)
