@@ -151,7 +151,7 @@ class Stream:
         except TimeoutError:
             message = None
         if message is None:
-            return [] if time.monotonic() < self._deadline else []
+            return await self._catch_up() if time.monotonic() < self._deadline else []
         behind = self._merger.missing
         deltas = self._feed(message)
         if deltas or self._merger.missing != behind:

@@ -2,7 +2,7 @@
 
 BLAS libraries differ by a factor of two here. `x @ W.T` as a linear layer calls it, `(W @ x.T).T`, and the first with
 `W` stored column by column all read the same numbers; which one keeps up with memory depends on library, CPU and
-thread count. So it is measured, once per process, on the model's own weights: 15 to 150 ms.
+thread count. So it is measured at load, on the model's own weights, in a few tenths of a second.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ _ROWS = (1, 2, 4, 8, 16)
 _SAMPLE = 8 << 20
 """Numbers in the weights measured: more than caches hold. Smaller models are left alone."""
 _REPEATS = 4
-_WORTH_A_COPY = 0.85
+_WORTH_A_COPY = 0.8
 """Column-wise weights are a private copy, while weights as stored are shared with other processes."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
+Times = dict[tuple[str, int], float]
+"""Seconds of a form ("linear", "weight_first", "columns") with a number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`columns`: store weights column by column. `weight_first`: use `(W @ x.T).T` for 2 to that many rows."""
+    """`columns`: store weights column by column. `weight_first`: use `(W @ x.T).T` for 2 to that many rows, where the
+    weights are stored row by row. The output layer always is: it shares its weights with the embedding."""
 
     columns: bool = False
     weight_first: int = 0
 
 
-def choose(seconds: Callable[[str, int], float]) -> Choice:
-    """`seconds(form, rows)` is the time of a product in the form "linear", "weight_first" or "columns"."""
-    as_is = {rows: seconds("linear", rows) for rows in _ROWS}
-    first = {rows: seconds("weight_first", rows) for rows in _ROWS}
-    columns = sum(seconds("columns", rows) for rows in _ROWS)
+def choose(times: Times) -> Choice:
+    """The form that takes least time over all numbers of rows."""
 
     def total(limit: int) -> float:
-        return sum(first[rows] if 1 < rows <= limit else as_is[rows] for rows in _ROWS)
+        return sum(times["weight_first" if 1 < rows <= limit else "linear", rows] for rows in _ROWS)
 
     limits = [following - 1 for following in _ROWS[1:]] + [_ROWS[-1]]
     best = min(limits, key=total)
-    if columns < _WORTH_A_COPY * total(best):
-        return Choice(columns=True)
-    return Choice(weight_first=best if best > 1 else 0)
+    columns = sum(times["columns", rows] for rows in _ROWS) < _WORTH_A_COPY * total(best)
+    return Choice(columns, best if best > 1 else 0)
 
 
 class WeightFirstLinear(nn.Linear):
@@ -82,8 +81,8 @@ def arrange(module: Any) -> Choice:
     if choice.columns:
         for layer in layers:
             layer.weight = nn.Parameter(layer.weight.t().contiguous().t(), requires_grad=False)
-    elif choice.weight_first:
-        for layer in layers if type(head) is not nn.Linear else [*layers, head]:
+    for layer in [head] if choice.columns else [*layers, head]:
+        if type(layer) is nn.Linear and choice.weight_first:
             WeightFirstLinear.take_over(layer, choice.weight_first)
     return choice
 
@@ -100,23 +99,21 @@ def _sample(layers: Sequence[nn.Linear]) -> list[Tensor]:
     return []
 
 
-def _measure(weights: Sequence[Tensor]) -> Callable[[str, int], float]:
+def _measure(weights: Sequence[Tensor]) -> Times:
     by_column = [w.t().contiguous().t() for w in weights]
     forms: dict[str, tuple[Sequence[Tensor], Product]] = {
         "linear": (weights, linear),
         "weight_first": (weights, lambda x, w: (w @ x.t()).t().contiguous()),
         "columns": (by_column, linear),
     }
-
-    def seconds(form: str, rows: int) -> float:
-        operands, product = forms[form]
-        pairs = [(torch.ones(rows, w.shape[1]), w) for w in operands]
-        best = float("inf")
-        for _ in range(_REPEATS):
-            begin = time.perf_counter()
-            for x, w in pairs:
-                product(x, w)
-            best = min(best, time.perf_counter() - begin)
-        return best
-
-    return seconds
+    times: Times = {}
+    for _ in range(_REPEATS):  # outermost, so that a busy neighbour slows all forms alike
+        for rows in _ROWS:
+            inputs = {w.shape[1]: torch.ones(rows, w.shape[1]) for w in weights}
+            for form, (operands, product) in forms.items():
+                begin = time.perf_counter()
+                for w in operands:
+                    product(inputs[w.shape[1]], w)
+                seconds = time.perf_counter() - begin
+                times[form, rows] = min(seconds, times.get((form, rows), seconds))
+    return times

@@ -190,6 +190,51 @@ async def test_garbage_and_events_of_others_are_ignored(broker: MemoryBroker, cl
     assert text == TEXT
 
 
+async def test_noise_does_not_keep_it_from_looking(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trine.stream.QUIET_S", 0.2)
+    noise = MemoryBus(broker)
+
+    async def chatter(subject: str) -> None:
+        while True:
+            await noise.publish(subject, b"noise")
+            await asyncio.sleep(0.02)
+
+    async with FakeDecode(MemoryBus(broker)), lossy(broker, lambda message: message.data != b"noise") as client:
+        stream = client.stream(TEXT, deadline_ms=2000)
+        talking = asyncio.create_task(chatter(Subjects("fake").events(stream.id)))
+        async for _ in stream:
+            pass
+        talking.cancel()
+    assert stream.completion.text == TEXT
+
+
+async def test_an_event_stream_that_was_made_anew_is_read_from_its_beginning(
+    broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences start again at 1 then, below what has been read of the old one."""
+    monkeypatch.setattr("trine.stream.QUIET_S", 0.05)
+    fake, writer = FakeDecode(MemoryBus(broker)), MemoryBus(broker)
+    await fake.ensure_streams()
+    subjects = Subjects("fake")
+    for i in range(20):
+        await writer.append(subjects.events(f"other-{i}"), b"x")
+    async with lossy(broker, lambda _: True) as client:
+        running = asyncio.create_task(client.generate(TEXT, id="r1", deadline_ms=3000))
+        await asyncio.sleep(0.05)
+        await writer.append(subjects.events("r1"), encode(Tokens(id="r1", index=0, token_ids=[1], text="a")))
+        await asyncio.sleep(0.5)  # it has looked
+        broker.disconnect()
+        broker.wipe_memory_streams()
+        broker.reconnect()
+        await fake.ensure_streams()
+        await writer.append(subjects.events("r1"), encode(Tokens(id="r1", index=1, token_ids=[2], text="b")))
+        end = Finished(
+            id="r1", reason="stop", seed=1, usage=Usage(completion_tokens=2), timings=Timings(), served_by=ServedBy()
+        )
+        await writer.append(subjects.events("r1"), encode(end))
+        assert (await running).text == "ab"
+
+
 # Workers that die
 
 

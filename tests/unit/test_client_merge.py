@@ -122,7 +122,8 @@ def test_a_replaced_worker_that_writes_on_is_ignored() -> None:
     merger.feed(tokens(0, [1], "a"))
     merger.feed(tokens(1, [2], "b", attempt=2))
     assert merger.feed(tokens(1, [9, 9], "zz", attempt=1)) == []
-    assert merger.feed(finished(3, attempt=1)) == []
+    for end in (finished(2, attempt=1), Failed(id="r", attempt=1, code="unavailable", message="gone")):
+        assert merger.feed(end) == []
     assert merger.terminal is None and merger.text == "ab"
 
 

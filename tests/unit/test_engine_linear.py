@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -26,18 +24,18 @@ class Model(nn.Module):
         return self.head(self.b(self.a(x)))
 
 
-def timing(**forms: float | dict[int, float]) -> Callable[[str, int], float]:
-    def seconds(form: str, rows: int) -> float:
-        value = forms[form]
-        return value[rows] if isinstance(value, dict) else value
+def times(**forms: float | dict[int, float]) -> linear.Times:
+    return {
+        (form, rows): value[rows] if isinstance(value, dict) else value
+        for form, value in forms.items()
+        for rows in linear._ROWS
+    }
 
-    return seconds
 
-
-@pytest.mark.parametrize("choice", [Choice(), Choice(columns=True), Choice(weight_first=7)])
+@pytest.mark.parametrize("choice", [Choice(), Choice(columns=True), Choice(weight_first=7), Choice(True, 7)])
 def test_every_form_computes_the_same(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_SAMPLE", 1000)
-    monkeypatch.setattr(linear, "choose", lambda seconds: choice)
+    monkeypatch.setattr(linear, "choose", lambda times: choice)
     torch.manual_seed(0)
     model = Model().requires_grad_(False)
     inputs = [torch.randn(1, rows, 24) for rows in (0, 1, 2, 5, 7, 8, 33)]
@@ -49,17 +47,18 @@ def test_every_form_computes_the_same(choice: Choice, monkeypatch: pytest.Monkey
         assert out.shape == value.shape and out.is_contiguous()
         torch.testing.assert_close(out, value, rtol=0, atol=1e-5)
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in names.items()}
-    assert isinstance(model.a, WeightFirstLinear) == bool(choice.weight_first)
+    assert isinstance(model.a, WeightFirstLinear) == (bool(choice.weight_first) and not choice.columns)
+    assert isinstance(model.head, WeightFirstLinear) == bool(choice.weight_first)
     assert (model.a.weight.stride() == (1, 40)) == choice.columns
 
 
 def test_choices() -> None:
-    assert choose(timing(linear=1.0, weight_first=2.0, columns=1.0)) == Choice()
-    assert choose(timing(linear=1.0, weight_first=2.0, columns=0.5)) == Choice(columns=True)
-    assert choose(timing(linear=1.0, weight_first=0.5, columns=1.0)) == Choice(weight_first=16)
+    assert choose(times(linear=1.0, weight_first=2.0, columns=1.0)) == Choice()
+    assert choose(times(linear=1.0, weight_first=2.0, columns=0.5)) == Choice(columns=True)
+    assert choose(times(linear=1.0, weight_first=0.5, columns=1.0)) == Choice(weight_first=16)
     slow_at_8 = {1: 1.0, 2: 0.6, 4: 0.6, 8: 1.5, 16: 1.5}
-    assert choose(timing(linear=1.0, weight_first=slow_at_8, columns=1.0)) == Choice(weight_first=7)
-    assert choose(timing(linear=1.0, weight_first=slow_at_8, columns=0.6)) == Choice(columns=True)
+    assert choose(times(linear=1.0, weight_first=slow_at_8, columns=1.0)) == Choice(weight_first=7)
+    assert choose(times(linear=1.0, weight_first=slow_at_8, columns=0.6)) == Choice(columns=True, weight_first=7)
 
 
 def test_small_models_are_left_alone() -> None:

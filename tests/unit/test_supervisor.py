@@ -181,6 +181,7 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
+        until(lambda: "execv" not in Path(f"/proc/{pids[0]}/cmdline").read_text())  # it has become the worker
         assert all(alive(pid) for pid in pids)
         process.kill()
     until(lambda: not any(alive(pid) for pid in pids), 5)
