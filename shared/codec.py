@@ -52,7 +52,7 @@ def decode_event(data: bytes) -> Tokens | Finished | Failed:
 
 
 @cache
-def _schema(expected: type[M]) -> TypeAdapter[M]:
+def _schema(expected: type[Message]) -> TypeAdapter[Any]:
     return TypeAdapter(expected)
 
 
@@ -82,7 +82,7 @@ def _decode(data: bytes, max_bytes: int, schema: TypeAdapter[M], *, json_allowed
         raise BadMessage(f"unreadable: {type(error).__name__}") from None
     if message.v != PROTOCOL_VERSION:
         raise UnsupportedVersion(f"protocol version {message.v}; this worker speaks {PROTOCOL_VERSION}", field="v")
-    return cast("M", message)
+    return message
 
 
 def _raise(error: ValidationError, data: dict[str, Any] | None) -> NoReturn:

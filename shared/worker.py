@@ -7,9 +7,11 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import anyio
 import structlog
+from pydantic import ValidationError
 
 from shared import telemetry
 from shared.actor import Actor, Role
@@ -22,11 +24,24 @@ from shared.errors import ConfigError, ModelError
 EXIT_CONFIG = 2  # a restart cannot help; the supervisor gives up on it
 
 Connect = Callable[[str], Awaitable[Bus]]
-Make = Callable[[str, Connect], Awaitable[Actor]]
+S = TypeVar("S", bound=Settings)
+Make = Callable[[S, str, Connect], Awaitable[Actor]]
 
 
-def main(role: Role, settings: Settings, make: Make) -> None:
-    """Run one worker until SIGTERM. `make(worker name, connect)` builds it; `connect(purpose)` opens a connection."""
+def main(role: Role, kind: type[S], make: Make[S]) -> NoReturn:
+    """Run one worker until SIGTERM, configured by the environment.
+
+    `make(settings, worker's name, connect)` builds it; `connect(purpose)` opens a bus connection. Exits with 0 after
+    draining, 2 for a configuration that cannot work, 1 for anything else.
+    """
+    try:
+        settings = kind()
+    except ValidationError as error:
+        telemetry.configure(role=role)
+        for wrong in error.errors(include_url=False, include_input=False):
+            variable = "TRINE_" + ".".join(str(p) for p in wrong["loc"]).upper()
+            structlog.get_logger().error("cannot start", setting=variable, reason=wrong["msg"])
+        sys.exit(EXIT_CONFIG)
     worker = worker_name(settings, role)
     telemetry.configure(settings.log_level, settings.log_format, role=role, worker=worker)
     if settings.threads:
@@ -37,9 +52,13 @@ def main(role: Role, settings: Settings, make: Make) -> None:
         for error in _leaves(group):
             structlog.get_logger().error("cannot start", reason=str(error))
         sys.exit(EXIT_CONFIG)
+    # Everything is said and done; taking torch apart object by object would only delay the exit by seconds.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
-async def _live(settings: Settings, worker: str, make: Make) -> None:
+async def _live(settings: S, worker: str, make: Make[S]) -> None:
     connections: list[Bus] = []
 
     async def connect(purpose: str) -> Bus:
@@ -51,7 +70,7 @@ async def _live(settings: Settings, worker: str, make: Make) -> None:
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(_stop_on_signals, actors, group.cancel_scope)
-            actors.append(await make(worker, connect))
+            actors.append(await make(settings, worker, connect))
             await actors[0].run()
             group.cancel_scope.cancel()
     finally:

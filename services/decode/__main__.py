@@ -9,13 +9,13 @@ from services.decode.service import DecodeWorker
 from shared.tokenizer import Tokenizer
 from shared.worker import Connect, load_engine, main, model_folder
 
+
+async def make(settings: DecodeSettings, worker: str, connect: Connect) -> DecodeWorker:
+    folder = await anyio.to_thread.run_sync(model_folder, settings.model)
+    engine = await anyio.to_thread.run_sync(load_engine, settings, folder)
+    tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
+    return DecodeWorker(settings, await connect("control"), await connect("bulk"), worker, engine, tokenizer)
+
+
 if __name__ == "__main__":
-    settings = DecodeSettings()
-
-    async def make(worker: str, connect: Connect) -> DecodeWorker:
-        folder = await anyio.to_thread.run_sync(model_folder, settings.model)
-        engine = await anyio.to_thread.run_sync(load_engine, settings, folder)
-        tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
-        return DecodeWorker(settings, await connect("control"), await connect("bulk"), worker, engine, tokenizer)
-
-    main("decode", settings, make)
+    main("decode", DecodeSettings, make)

@@ -25,24 +25,23 @@ def build_model_source(settings: DrafterSettings, target: Path, vocabulary: str)
     return ModelSource(engine, within_budget=settings.draft_source == "auto")
 
 
+async def make(settings: DrafterSettings, worker: str, connect: Connect) -> DrafterWorker:
+    folder = await anyio.to_thread.run_sync(model_folder, settings.model)
+    tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
+    vocabulary = await anyio.to_thread.run_sync(vocabulary_digest, folder)
+    slow = None
+    if settings.draft_source != "lookup":
+        slow = await anyio.to_thread.run_sync(build_model_source, settings, folder, vocabulary)
+    return DrafterWorker(
+        settings,
+        await connect("control"),
+        worker,
+        instant=[] if settings.draft_source == "model" else [Lookup(settings.lookup_min_match)],
+        slow=slow,
+        vocabulary=vocabulary,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
 if __name__ == "__main__":
-    settings = DrafterSettings()
-
-    async def make(worker: str, connect: Connect) -> DrafterWorker:
-        folder = await anyio.to_thread.run_sync(model_folder, settings.model)
-        tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
-        vocabulary = await anyio.to_thread.run_sync(vocabulary_digest, folder)
-        slow = None
-        if settings.draft_source != "lookup":
-            slow = await anyio.to_thread.run_sync(build_model_source, settings, folder, vocabulary)
-        return DrafterWorker(
-            settings,
-            await connect("control"),
-            worker,
-            instant=[] if settings.draft_source == "model" else [Lookup(settings.lookup_min_match)],
-            slow=slow,
-            vocabulary=vocabulary,
-            vocab_size=tokenizer.vocab_size,
-        )
-
-    main("drafter", settings, make)
+    main("drafter", DrafterSettings, make)

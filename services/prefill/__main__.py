@@ -8,12 +8,12 @@ from services.prefill.config import PrefillSettings
 from services.prefill.service import PrefillWorker
 from shared.worker import Connect, load_engine, main, model_folder
 
+
+async def make(settings: PrefillSettings, worker: str, connect: Connect) -> PrefillWorker:
+    folder = await anyio.to_thread.run_sync(model_folder, settings.model)
+    engine = await anyio.to_thread.run_sync(load_engine, settings, folder)
+    return PrefillWorker(settings, await connect("control"), await connect("bulk"), worker, engine)
+
+
 if __name__ == "__main__":
-    settings = PrefillSettings()
-
-    async def make(worker: str, connect: Connect) -> PrefillWorker:
-        folder = await anyio.to_thread.run_sync(model_folder, settings.model)
-        engine = await anyio.to_thread.run_sync(load_engine, settings, folder)
-        return PrefillWorker(settings, await connect("control"), await connect("bulk"), worker, engine)
-
-    main("prefill", settings, make)
+    main("prefill", PrefillSettings, make)

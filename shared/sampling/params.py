@@ -17,5 +17,5 @@ def is_greedy(sampling: Sampling) -> bool:
 
 
 def draw_seed() -> int:
-    """A seed for a request that gave none: 63 random bits, so it fits every signed 64-bit field."""
-    return secrets.randbits(63)
+    """A seed for a request that gave none: 53 random bits, so that every JSON reader keeps it exactly."""
+    return secrets.randbits(53)

@@ -164,7 +164,7 @@ class TestDraftBook:
         book, seq = DraftBook(4, 1000), sequence([1, 2, 3])
         assert not book.take(seq, Draft(session="s", position=2, token_ids=[1], source="x"))
         assert not book.take(seq, Draft(session="s", position=3, token_ids=[1000], source="x"))
-        assert seq.drafts == ()
+        assert len(seq.drafts) == 0
         assert book.take(seq, Draft(session="s", position=3, token_ids=list(range(30)), source="x"))
         assert seq.drafts == (0, 1, 2, 3)
 

@@ -22,7 +22,7 @@ from shared.sampling.stopping import Completion
 from shared.tokenizer import Tokenizer
 
 CORPUS = [
-    "The quick brown fox jumps over the lazy dog. You are a helpful assistant.\n\nuser system assistant\n\n\n\n\n\n\n\n\n",
+    "The quick brown fox jumps over the lazy dog. You are helpful.\n\nuser system assistant\n\n\n\n\n\n\n\n\n",
     "客单价 ďábelské नमस्ते 👩‍👩‍👧 🇩🇪 — naïve café, ½ · π ≈ 1.57; العربية עברית ไทย 한국어 日本語",
     "def f(x):\n    return [y for y in x if y != '<|im_end|>']  # <think> </think> <tool_call>",
 ] * 4
