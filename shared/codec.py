@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, NoReturn, TypeVar, cast
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
@@ -43,7 +43,8 @@ def decode(data: bytes, expected: type[M]) -> M:
 
     Raises TooLarge, BadMessage, UnsupportedVersion or InvalidField (with the field's name).
     """
-    return _decode(data, expected.max_bytes, _schema(expected), json_allowed=issubclass(expected, Generate | Event))
+    schema: TypeAdapter[M] = _schema(expected)
+    return _decode(data, expected.max_bytes, schema, json_allowed=issubclass(expected, Generate | Event))
 
 
 def decode_event(data: bytes) -> Tokens | Finished | Failed:

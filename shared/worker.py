@@ -49,8 +49,8 @@ def main(role: Role, kind: type[S], make: Make[S]) -> NoReturn:
     try:
         anyio.run(_live, settings, worker, make, backend_options={"use_uvloop": sys.platform != "win32"})
     except* (ConfigError, ModelError) as group:
-        for error in _leaves(group):
-            structlog.get_logger().error("cannot start", reason=str(error))
+        for leaf in _leaves(group):
+            structlog.get_logger().error("cannot start", reason=str(leaf))
         sys.exit(EXIT_CONFIG)
     # Everything is said and done; taking torch apart object by object would only delay the exit by seconds.
     sys.stdout.flush()

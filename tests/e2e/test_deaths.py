@@ -19,7 +19,7 @@ from trine.client import Client
 from trine.stream import Stream
 from trine.supervisor import Fleet
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 CONTEXT = " ".join(f"Item {n}: the box on shelf {n % 7} holds {n * 3} bolts." for n in range(40))
 
 

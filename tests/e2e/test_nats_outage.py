@@ -12,7 +12,7 @@ from shared.bus.embedded import EmbeddedNats
 from trine.client import Client
 from trine.supervisor import Fleet
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def free_port() -> int:

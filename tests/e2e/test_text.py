@@ -17,7 +17,7 @@ from trine.client import Client
 from trine.completion import Completion
 from trine.supervisor import Fleet
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(420)]
 AT_ONCE = 15
 # Drafts that are often right and arrive in time, so that accepting, rejecting and rolling back all happen.
 EAGER = {"TRINE_DRAFT_SOURCE": "model", "TRINE_DRAFTER_LAYERS": "24"}
@@ -106,7 +106,7 @@ async def test_drafter_on_off_and_killed_half_way_give_one_text(
     killed = await task
     off = await ask_all(eager_fleet, prompts, 48, **params)
     eager_fleet.release("drafter-1")
-    eager_fleet.wait_ready(120)
+    await asyncio.to_thread(eager_fleet.wait_ready, 120)
     for answers in (on, killed, off):
         compare(gold, tokenizer, prompts, answers, sampling)
     for first, second, third in zip(on, killed, off, strict=True):

@@ -164,9 +164,9 @@ class TestDraftBook:
         book, seq = DraftBook(4, 1000), sequence([1, 2, 3])
         assert not book.take(seq, Draft(session="s", position=2, token_ids=[1], source="x"))
         assert not book.take(seq, Draft(session="s", position=3, token_ids=[1000], source="x"))
-        assert len(seq.drafts) == 0
+        assert not seq.drafts
         assert book.take(seq, Draft(session="s", position=3, token_ids=list(range(30)), source="x"))
-        assert seq.drafts == (0, 1, 2, 3)
+        assert list(seq.drafts) == [0, 1, 2, 3]
 
     def test_a_drafter_that_misses_is_paused_ever_longer_and_forgiven_at_once(self) -> None:
         book, seq = DraftBook(4, 1000), sequence([1, 2, 3])
