@@ -41,8 +41,8 @@ format: setup ## apply what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## measure a fleet on this machine
-	$(BIN)/trine bench
+bench: setup ## measure a fleet on this machine (minutes)
+	$(BIN)/python -m benchmarks.stack
 
 compose-test: setup ## build the image and drive compose.yaml for real (COMPOSE names the command)
 	$(BIN)/python -m pytest -m compose tests/compose
