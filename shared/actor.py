@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from shared.bus.base import Bus, ConsumerSpec, Incoming, StreamSpec
 from shared.codec import decode, encode
 from shared.config import Settings
-from shared.errors import BusError, RequestError
+from shared.errors import BusError, ConfigError, RequestError
 from shared.messages import Beat, Identity, Load
 from shared.peers import Peers
 from shared.subjects import Subjects
@@ -143,7 +143,7 @@ class Actor:
                 self.log.debug("bus trouble; retrying", error=str(error))
                 await anyio.sleep(RETRY_S)
                 if error.code == "stream_missing":
-                    await self._try_ensure()
+                    await self.try_ensure_streams()
 
     async def ensure_streams(self) -> None:
         """Create what is missing; ConfigError if what exists differs. Waits for the bus."""
@@ -155,11 +155,11 @@ class Actor:
         for consumer in self.consumers():
             await self.bus.ensure_consumer(consumer)
 
-    async def _try_ensure(self) -> None:
+    async def try_ensure_streams(self) -> None:
         try:
             await self._ensure()
-        except BusError as error:
-            self.log.debug("streams not ensured yet", error=str(error))
+        except (BusError, ConfigError) as error:
+            self.log.warning("streams not ensured", error=str(error))
 
     # Beats
 
@@ -175,13 +175,15 @@ class Actor:
         )
 
     async def _beat(self) -> None:
-        subject = self.subjects.beat(self.role, self.worker)
         while True:
-            try:
-                await self.bus.publish(subject, encode(self.beat()))
-            except BusError:
-                self.counters["beats_unsent"] += 1
+            await self._say_beat()
             await anyio.sleep(self.settings.beat_s)
+
+    async def _say_beat(self) -> None:
+        try:
+            await self.bus.publish(self.subjects.beat(self.role, self.worker), encode(self.beat()))
+        except BusError:
+            self.counters["beats_unsent"] += 1
 
     async def _on_beat(self, message: Incoming) -> None:
         try:
@@ -192,7 +194,8 @@ class Actor:
             return
         if beat.worker == self.worker:
             return
-        self.peers.observe(beat, time.monotonic())
+        if self.peers.observe(beat, time.monotonic()):
+            await self._say_beat()  # a newcomer need not wait for our next one
         mine = self.identity()
         if mine is not None and (differences := self.peers.mismatch(beat, mine, self.vocabulary())):
             self.counters["mismatched_peers"] += 1

@@ -22,6 +22,9 @@ _EVENT: TypeAdapter[Tokens | Finished | Failed] = TypeAdapter(
 )
 
 
+MAX_PATH = 64  # characters of each part of a field's path that an error repeats: clients choose unknown names
+
+
 class Format(Enum):
     JSON = "json"
     MSGPACK = "msgpack"
@@ -93,6 +96,6 @@ def _raise(error: ValidationError, data: dict[str, Any] | None) -> NoReturn:
     version = data.get("v", PROTOCOL_VERSION) if data else PROTOCOL_VERSION
     if version != PROTOCOL_VERSION:
         raise UnsupportedVersion(f"protocol version {version!r:.20}; this worker speaks {PROTOCOL_VERSION}", field="v")
-    path = [str(p) for p in first["loc"]]
+    path = [str(p)[:MAX_PATH] for p in first["loc"]]
     field = ".".join(path[:3]) or None
     raise InvalidField(f"{field or 'message'}: {first['msg']}", field=field)

@@ -32,7 +32,7 @@ class Settings(BaseSettings):
     """A local folder, a GGUF file, a hub id, or the name of the built-in default."""
     model_name: str = ""
     """The name clients ask for; taken from `model` when empty."""
-    worker: str = ""
+    worker: Annotated[str, Field(max_length=128)] = ""
     """Unique among live workers; drawn when empty."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of a forward pass; 0 leaves it to torch."""

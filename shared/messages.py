@@ -16,10 +16,16 @@ MAX_ID = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_DRAFT = 64
+MAX_BATCH = 1024
+"""Sequences in one step of a decode worker, and so in one ask for drafts."""
+MAX_COUNTERS = 256
+MAX_SERVERS = 64
+"""Workers of one role that an answer names."""
 DEFAULT_MAX_TOKENS = 256
 
-Name = Annotated[bytes, Field(min_length=32, max_length=32)]
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
+WorkerName = RequestId
+Names = Annotated[list[RequestId], Field(max_length=MAX_BATCH)]
 TokenIds = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
 
 
@@ -130,8 +136,8 @@ class ServedBy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     decode: str = ""
-    prefill: list[str] = []
-    drafter: list[str] = []
+    prefill: Annotated[list[str], Field(max_length=MAX_SERVERS)] = []
+    drafter: Annotated[list[str], Field(max_length=MAX_SERVERS)] = []
 
 
 class Event(Message):
@@ -179,9 +185,9 @@ class PrefillJob(Message):
     max_bytes = 8 << 20
 
     type: Literal["prefill"] = "prefill"
-    request_id: str
-    tenant: str
-    fingerprint: str
+    request_id: RequestId
+    tenant: RequestId
+    fingerprint: RequestId
     token_ids: TokenIds
     budget_ms: Annotated[int, Field(ge=1)]
 
@@ -191,7 +197,7 @@ class DraftItem(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    session: str
+    session: RequestId
     base: Annotated[int, Field(ge=0)]
     token_ids: TokenIds
     k: Annotated[int, Field(ge=1, le=MAX_DRAFT)]
@@ -202,29 +208,29 @@ class DraftAsk(Message):
     max_bytes = 8 << 20
 
     type: Literal["draft_ask"] = "draft_ask"
-    worker: str
-    wait_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    worker: WorkerName
+    wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)]
     """How long the asker will wait; drafts that would come later are not worth making."""
-    items: Annotated[list[DraftItem], Field(max_length=1024)]
-    ended: list[str] = []
+    items: Annotated[list[DraftItem], Field(max_length=MAX_BATCH)]
+    ended: Names = []
     """Sessions that will not be asked about again."""
 
 
 class Draft(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    session: str
+    session: RequestId
     position: Annotated[int, Field(ge=0)]
     """Length of the sequence these tokens continue."""
     token_ids: Annotated[TokenIds, Field(max_length=MAX_DRAFT)]
-    source: str
+    source: RequestId
 
 
 class Drafts(Message):
     type: Literal["drafts"] = "drafts"
-    worker: str
-    drafts: Annotated[list[Draft], Field(max_length=1024)]
-    unknown: list[str] = []
+    worker: WorkerName
+    drafts: Annotated[list[Draft], Field(max_length=MAX_BATCH)]
+    unknown: Names = []
     """Sessions whose base the drafter does not have; send them from 0."""
 
 
@@ -254,14 +260,14 @@ class Load(BaseModel):
 class Beat(Message):
     type: Literal["beat"] = "beat"
     role: Literal["prefill", "decode", "drafter"]
-    worker: str
+    worker: WorkerName
     identity: Identity | None = None
     """None for a drafter: it shares tokens, never blocks."""
     vocabulary: str = ""
     """Digest of the tokenizer's vocabulary; drafts are only asked of a drafter with the same one."""
     draining: bool = False
     load: Load = Load()
-    counters: dict[str, int] = {}
+    counters: Annotated[dict[RequestId, int], Field(max_length=MAX_COUNTERS)] = {}
 
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (

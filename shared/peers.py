@@ -22,19 +22,26 @@ class Peers:
         self._peers: dict[str, _Peer] = {}
         self._mismatched: set[str] = set()
 
-    def observe(self, beat: Beat, now: float) -> None:
+    def observe(self, beat: Beat, now: float) -> bool:
+        """Take in a beat; True for a worker that was not known, or had fallen silent."""
+        self._forget_silent(now)
+        new = beat.worker not in self._peers
         self._peers[beat.worker] = _Peer(beat, now)
+        return new
 
     def alive(self, role: str, now: float) -> list[Beat]:
         """Beats of the role's live, not draining workers, by name."""
-        for name in [n for n, p in self._peers.items() if now - p.seen > self._timeout]:
-            del self._peers[name]
-            self._mismatched.discard(name)
+        self._forget_silent(now)
         return [
             p.beat
             for name, p in sorted(self._peers.items())
             if p.beat.role == role and not p.beat.draining and name not in self._mismatched
         ]
+
+    def _forget_silent(self, now: float) -> None:
+        for name in [n for n, p in self._peers.items() if now - p.seen > self._timeout]:
+            del self._peers[name]
+            self._mismatched.discard(name)
 
     def mismatch(self, beat: Beat, identity: Identity, vocabulary: str) -> list[str]:
         """What keeps us from pairing with a peer, reported once; the peer is not `alive` to us while it differs."""

@@ -9,6 +9,9 @@ from shared.subjects import PRIORITIES, Subjects
 
 HEADER_SLACK = 4096
 EVENT_AGE_S = 1800.0
+PREFILL_BYTES = 128 * MiB
+EVENT_BYTES = 256 * MiB
+MEMORY_STREAMS = PREFILL_BYTES + EVENT_BYTES + 640 * MiB  # what the server must have beside the cache, with room
 REQUEST_HEADER = "Trine-Request"
 """On events: the stream sequence of the request they answer; tells two requests with one id apart."""
 
@@ -48,7 +51,7 @@ def prefill_stream(subjects: Subjects) -> StreamSpec:
         storage="memory",
         discard="new",
         max_msgs=10_000,
-        max_bytes=128 * MiB,
+        max_bytes=PREFILL_BYTES,
         max_msg_size=PrefillJob.max_bytes - HEADER_SLACK,
         max_age=600.0,
     )
@@ -70,6 +73,6 @@ def event_stream(subjects: Subjects) -> StreamSpec:
         subjects=(subjects.all_events,),
         storage="memory",
         discard="old",
-        max_bytes=256 * MiB,
+        max_bytes=EVENT_BYTES,
         max_age=EVENT_AGE_S,
     )

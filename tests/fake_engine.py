@@ -16,6 +16,7 @@ import numpy as np
 
 from shared.engine.base import ModelInfo
 from shared.engine.span import Span
+from shared.engine.validate import check
 from shared.errors import FrameError
 from shared.messages import ChatMessage, Identity
 
@@ -86,6 +87,7 @@ class FakeEngine:
         return self
 
     def step(self, spans: Sequence[Span]) -> list[list[int]]:
+        check(spans, self.info)
         if not self._lock.acquire(blocking=False):
             raise AssertionError("two steps at once")
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import structlog
+
 from services.decode.config import DecodeSettings
 from services.decode.service import DecodeWorker
 from services.drafter.config import DrafterSettings
@@ -32,24 +34,46 @@ COMMON: dict[str, Any] = {
 
 
 class FleetRig:
-    """Start workers by role, kill them without a word, ask them through the real client."""
+    """Start workers by role, kill them without a word, ask them through the real client.
+
+    When a worker dies by itself, the test is interrupted and fails with that worker's error.
+    """
 
     def __init__(self) -> None:
+        # Tracebacks without locals: there are whole sequences in them.
+        console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        structlog.configure(processors=[structlog.processors.add_log_level, console])
         self.broker = MemoryBroker()
         self.workers: dict[str, Actor] = {}
         self.engines: dict[str, FakeEngine] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._buses: dict[str, list[MemoryBus]] = {}
         self._clients: list[Client] = []
+        self._test: asyncio.Task[Any] | None = None
+        self._died: BaseException | None = None
 
     async def __aenter__(self) -> FleetRig:
+        self._test = asyncio.current_task()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        test, self._test = self._test, None
+        if test is not None and self._died is not None:
+            test.uncancel()
         for client in self._clients:
             await client.close()
         for name in list(self.workers):
             await self.kill(name)
+        if self._died is not None:
+            raise self._died
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Ends the test as `asyncio.TaskGroup` would: whatever it waits for may never come now."""
+        if task.cancelled() or task.exception() is None or self._died is not None:
+            return
+        self._died = task.exception()
+        if self._test is not None:
+            self._test.cancel()
 
     def bus(self, owner: str = "test") -> MemoryBus:
         bus = MemoryBus(self.broker)
@@ -106,10 +130,13 @@ class FleetRig:
                 if self._tasks[name].done():
                     await self._tasks[name]
                 await asyncio.sleep(0.005)
+        self._tasks[name].add_done_callback(self._ended)
         await asyncio.sleep(0.1)  # a beat or two, so that the others know
 
     async def kill(self, name: str) -> None:
         """As SIGKILL does: its connections are gone, nothing is said or finished."""
+        if not self._tasks[name].done():
+            self._tasks[name].remove_done_callback(self._ended)
         for bus in self._buses.pop(name, []):
             await bus.close()
         task = self._tasks.pop(name)

@@ -20,6 +20,7 @@ from services.prefill.config import PrefillSettings
 from shared.bus.embedded import EmbeddedNats
 from shared.config import DEFAULT_NATS_URL, Settings
 from shared.errors import ConfigError, TrineError, Unavailable
+from shared.streams import MEMORY_STREAMS
 from shared.subjects import ROLES
 from trine.process import Child, LogSink, worker_env
 from trine.readiness import Counts, Progress, await_ready
@@ -80,7 +81,6 @@ class Fleet:
         if unknown := set(counts) - set(ROLES):
             raise ConfigError(f"no such role: {', '.join(sorted(unknown))}; roles are {', '.join(ROLES)}")
         self.counts = {role: counts.get(role, 0) for role in ROLES}
-        self.nats = _embedded(nats)
         self.failure: str | None = None
         self._nats_url = nats
         self._env = dict(env or {})
@@ -90,6 +90,7 @@ class Fleet:
             if n:
                 _checked(_SETTINGS[role], {**self._env, **self._role_env.get(role, {})})
         self.settings = _checked(Settings, self._env)
+        self.nats = _embedded(nats, self.settings.cache_bytes)
         names = {f"{role}-{i}": role for role in ROLES for i in range(1, self.counts[role] + 1)}
         self._places = {name: _Place(name, role) for name, role in names.items()}
         self._lock = threading.RLock()
@@ -270,11 +271,12 @@ def _checked(kind: type[S], env: Mapping[str, str]) -> S:
         raise ConfigError(f"TRINE_{str(first['loc'][0]).upper()}: {first['msg']}") from None
 
 
-def _embedded(nats: str) -> EmbeddedNats | None:
+def _embedded(nats: str, cache_bytes: int) -> EmbeddedNats | None:
     """The server that `nats` asks for, None for a URL. Raises ConfigError."""
     kind, _, port = nats.partition(":")
     if kind != "embedded":
         return None
     if port and not (port.isdigit() and int(port) < 1 << 16):
         raise ConfigError(f"nats: {port!r} is no port; write embedded, embedded:PORT or nats://HOST:PORT")
-    return EmbeddedNats(int(port) if port else int(DEFAULT_NATS_URL.rsplit(":", 1)[1]))
+    number = int(port) if port else int(DEFAULT_NATS_URL.rsplit(":", 1)[1])
+    return EmbeddedNats(number, max_memory_store=cache_bytes + MEMORY_STREAMS)

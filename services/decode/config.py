@@ -7,10 +7,11 @@ from typing import Annotated
 from pydantic import Field
 
 from shared.config import Settings
+from shared.messages import MAX_BATCH
 
 
 class DecodeSettings(Settings):
-    max_running: Annotated[int, Field(ge=1)] = 32
+    max_running: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 32
     """Sequences in one decode step."""
     step_tokens: Annotated[int, Field(ge=1)] = 256
     """Token budget of one step: decodes and drafts first, the rest is prefill chunks."""
@@ -20,7 +21,7 @@ class DecodeSettings(Settings):
     """Without a new block for so long, the rest of the prompt is computed here."""
     draft_depth: Annotated[int, Field(ge=0, le=64)] = 4
     """Tokens to draft per step; 0 turns speculation off."""
-    draft_wait_ms: Annotated[float, Field(ge=0)] = 15.0
+    draft_wait_ms: Annotated[float, Field(ge=0, le=60_000)] = 15.0
     """How long a step waits for drafts."""
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
     """Deadline of a request that sets none."""

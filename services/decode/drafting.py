@@ -13,7 +13,7 @@ from services.decode.request import Request
 from services.decode.speculation import DraftBook
 from shared.bus.base import Bus
 from shared.codec import decode, encode
-from shared.errors import BusError, RequestError
+from shared.errors import BusError, RequestError, TooLarge
 from shared.messages import DraftAsk, DraftItem, Drafts
 from shared.peers import Peers
 from shared.subjects import Subjects
@@ -62,20 +62,22 @@ class Drafting:
             items=list(items),
             ended=self.book.take_ended(drafter),
         )
+        sessions = [i.session for i in items]
         try:
             reply = await self._bus.request(self._subjects.draft(drafter), encode(ask), timeout=self._wait)
+        except (BusError, TooLarge):
+            self._counters["draft_misses"] += 1
+            self.book.missed(drafter, sessions)
+            return
+        try:
             answer = decode(reply.data, Drafts)
         except RequestError as error:
             self._counters["bad_drafts"] += 1
             log.warning("bad drafts ignored", drafter=drafter, error=str(error))
-            self.book.missed(drafter, [i.session for i in items])
-            return
-        except BusError:
-            self._counters["draft_misses"] += 1
-            self.book.missed(drafter, [i.session for i in items])
+            self.book.missed(drafter, sessions)
             return
         self.book.answered(drafter)
-        self._take(drafter, answer, {i.session for i in items}, requests)
+        self._take(drafter, answer, set(sessions), requests)
 
     def _take(self, drafter: str, answer: Drafts, asked: set[str], requests: Mapping[str, Request]) -> None:
         self.book.unknown(asked.intersection(answer.unknown))

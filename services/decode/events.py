@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 import anyio
 import structlog
@@ -14,7 +18,8 @@ from shared.messages import Failed, Finished, Tokens
 from shared.streams import REQUEST_HEADER
 from shared.subjects import Subjects
 
-SEED_HEADER = "Trine-Seed"  # the seed drawn by the first attempt, for those that continue it
+CACHED_HEADER = "Trine-Cached"  # cached prompt tokens that the first attempt found, for those that continue it
+MAX_EVENT_TOKENS = 2048  # so that an event never outgrows what a message may have
 RETRY_S = 0.3
 GIVE_UP_S = 60.0
 
@@ -29,36 +34,45 @@ class History:
     texts: list[str] = field(default_factory=list)
     last_seq: int = 0
     attempt: int = 0
-    seed: int | None = None
+    cached_tokens: int | None = None
+    """What the first attempt found in the caches."""
+    tail: bool = False
+    """Text that was held back has been shown: the end comes next."""
     ended: bool = False
     foreign: bool = False
-    """The last event belongs to another request with this id that has not ended."""
+    """The subject belongs to another request with this id: it wrote tokens first and has not ended."""
 
 
 async def read_history(bus: Bus, subjects: Subjects, request_id: str, request: int) -> History:
     """Events stored for delivery `request` of `request_id`. Events of an earlier, ended request are passed over."""
     history = History()
+    mine, owner = str(request), None
     for stored in await bus.read(subjects.event_stream, subjects.events(request_id)):
         history.last_seq = stored.seq
         try:
             event = decode_event(stored.data)
         except RequestError:
             continue
-        if stored.headers.get(REQUEST_HEADER) != str(request):
-            history.foreign = isinstance(event, Tokens)
+        writer = stored.headers.get(REQUEST_HEADER, "")
+        if isinstance(event, Tokens):
+            owner = owner or writer
+        elif writer == owner:
+            owner = None
+        if writer != mine:
             continue
-        history.foreign = False
         history.attempt = max(history.attempt, event.attempt)
         if isinstance(event, Tokens):
             _take(history, event)
-            if (seed := stored.headers.get(SEED_HEADER, "")).lstrip("-").isdigit():
-                history.seed = int(seed)
+            if history.cached_tokens is None and re.fullmatch("[0-9]{1,9}", stored.headers.get(CACHED_HEADER, "")):
+                history.cached_tokens = int(stored.headers[CACHED_HEADER])
         else:
             history.ended = True
+    history.foreign = owner not in (None, mine)
     return history
 
 
 def _take(history: History, event: Tokens) -> None:
+    history.tail |= not event.token_ids
     new = event.index + len(event.token_ids) - len(history.tokens)
     if event.index > len(history.tokens) or new <= 0:
         return
@@ -66,9 +80,18 @@ def _take(history: History, event: Tokens) -> None:
     history.texts += [""] * (new - 1) + [event.text]
 
 
+class Outcome(Enum):
+    """How an attempt's writing ended."""
+
+    ENDED = "the last event is stored, by whomever"
+    FENCED = "a later attempt has taken over"
+    DUPLICATE = "the subject belongs to another request with the same id"
+    GIVEN_UP = "the bus stayed away"
+
+
 class EventWriter:
-    """Writes one attempt's events. Every append names the last sequence it expects on the subject: when another
-    attempt has written meanwhile, the append fails and this writer stops (`run` returns False).
+    """Writes one attempt's events. Every append names the last sequence it expects on the subject; when something
+    else was written meanwhile, the append fails, and what is stored decides how to go on.
     """
 
     def __init__(
@@ -79,23 +102,28 @@ class EventWriter:
         request: int,
         *,
         attempt: int,
-        seed: int,
         format: Format,
         history: History,
+        ensure_streams: Callable[[], Awaitable[None]],
     ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._id = request_id
         self._request = request
         self._attempt = attempt
-        self._seed = seed
         self._format = format
+        self._ensure_streams = ensure_streams
         self._last_seq = history.last_seq
         self._tokens = list(history.tokens)
         self._texts = list(history.texts)
         self._stored = len(self._tokens)
+        self._tail = ""
+        self._tail_stored = history.tail
         self._end: Finished | Failed | None = None
+        self._outcome: Outcome | None = None
+        self._trouble_since: float | None = None
         self._wake = anyio.Event()
+        self.cached_tokens = 0
 
     def push(self, token_id: int, text: str) -> None:
         """The next token, and the text it made visible."""
@@ -103,72 +131,78 @@ class EventWriter:
         self._texts.append(text)
         self._wake.set()
 
-    def end(self, event: Finished | Failed) -> None:
-        """The last event; the first one given counts."""
-        self._end = self._end or event
+    def end(self, event: Finished | Failed, tail: str = "") -> None:
+        """The last event, after text that was held back until now; the first call counts."""
+        if self._end is None:
+            self._end, self._tail = event, tail
         self._wake.set()
 
-    async def run(self) -> bool:
-        """Write until the terminal event is stored (True), or until fenced off or the bus stays away (False)."""
-        while True:
-            await self._wake.wait()
-            self._wake = anyio.Event()
-            while self._stored < len(self._tokens):
-                count = len(self._tokens)
-                if not await self._append(self._tokens_event(count)):
-                    return False
-            if self._end is not None:
-                return await self._append(self._end)
+    async def run(self) -> Outcome:
+        """Write until there is nothing more to write."""
+        while self._outcome is None:
+            if (event := self._next()) is None:
+                await self._wake.wait()
+                self._wake = anyio.Event()
+            else:
+                await self._store(event)
+        return self._outcome
 
-    def _tokens_event(self, count: int) -> Tokens:
-        return Tokens(
-            id=self._id,
-            attempt=self._attempt,
-            index=self._stored,
-            token_ids=self._tokens[self._stored : count],
-            text="".join(self._texts[self._stored : count]),
-        )
+    def _next(self) -> Tokens | Finished | Failed | None:
+        if self._stored < len(self._tokens):
+            upto = min(self._stored + MAX_EVENT_TOKENS, len(self._tokens))
+            return self._tokens_event(self._tokens[self._stored : upto], "".join(self._texts[self._stored : upto]))
+        return self._tokens_event([], self._tail) if self._tail and not self._tail_stored else self._end
 
-    async def _append(self, event: Tokens | Finished | Failed) -> bool:
-        """Store one event, whatever the bus does meanwhile. False when somebody else has taken over."""
-        headers = {REQUEST_HEADER: str(self._request), SEED_HEADER: str(self._seed)}
+    def _tokens_event(self, token_ids: list[int], text: str) -> Tokens:
+        return Tokens(id=self._id, attempt=self._attempt, index=self._stored, token_ids=token_ids, text=text)
+
+    async def _store(self, event: Tokens | Finished | Failed) -> None:
+        """One try; on failure `run` comes back with what is then next."""
+        headers = {REQUEST_HEADER: str(self._request), CACHED_HEADER: str(self.cached_tokens)}
         subject = self._subjects.events(self._id)
-        with anyio.move_on_after(GIVE_UP_S):
-            while True:
-                try:
-                    self._last_seq = await self._bus.append(
-                        subject, encode(event, self._format), headers=headers, expect_last=self._last_seq, timeout=2.0
-                    )
-                    if isinstance(event, Tokens):
-                        self._stored = event.index + len(event.token_ids)
-                    return True
-                except SequenceConflict:
-                    history = await self._reconcile()
-                    if history is None:
-                        return False
-                    if isinstance(event, Tokens) or history.ended:
-                        return True  # `run` goes on from what is stored
-                    if self._stored < len(self._tokens) and not await self._append(
-                        self._tokens_event(len(self._tokens))
-                    ):
-                        return False
-                except BusError as error:
-                    log.debug("event not stored yet", request=self._id, error=str(error))
-                    await anyio.sleep(RETRY_S)
-        return False
+        data = encode(event, self._format)
+        try:
+            self._last_seq = await self._bus.append(
+                subject, data, headers=headers, expect_last=self._last_seq, timeout=2.0
+            )
+        except SequenceConflict:
+            await self._reconcile()
+        except BusError as error:
+            await self._pause(error)
+        else:
+            self._trouble_since = None
+            if not isinstance(event, Tokens):
+                self._outcome = Outcome.ENDED
+            elif event.token_ids:
+                self._stored = event.index + len(event.token_ids)
+            else:
+                self._tail_stored = True
 
-    async def _reconcile(self) -> History | None:
-        """After a conflict: what is stored decides. Our own event whose ack was lost, an emptied stream after a
-        server restart (everything is written again; clients merge by index), or another attempt (None)."""
-        while True:
-            try:
-                history = await read_history(self._bus, self._subjects, self._id, self._request)
-                break
-            except BusError:
-                await anyio.sleep(RETRY_S)
-        if history.attempt > self._attempt or history.foreign:
-            log.info("fenced off", request=self._id, attempt=self._attempt, by=history.attempt)
-            return None
+    async def _reconcile(self) -> None:
+        """Our own event whose ack was lost; an emptied stream after a server restart, when all is written again and
+        clients merge by index; an older attempt's last words; or somebody to whom the subject belongs now."""
+        try:
+            history = await read_history(self._bus, self._subjects, self._id, self._request)
+        except BusError as error:
+            await self._pause(error)
+            return
         self._last_seq = history.last_seq
         self._stored = len(history.tokens)
-        return history
+        self._tail_stored = history.tail
+        if history.ended:
+            self._outcome = Outcome.ENDED
+        elif history.attempt > self._attempt:
+            self._outcome = Outcome.FENCED
+        elif history.foreign:
+            self._outcome = Outcome.DUPLICATE
+
+    async def _pause(self, error: BusError) -> None:
+        now = time.monotonic()
+        self._trouble_since = self._trouble_since or now
+        if now - self._trouble_since > GIVE_UP_S:
+            self._outcome = Outcome.GIVEN_UP
+            return
+        log.debug("event not stored yet", request=self._id, error=str(error))
+        await anyio.sleep(RETRY_S)
+        if error.code == "stream_missing":
+            await self._ensure_streams()

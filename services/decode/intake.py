@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import re
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
-import msgpack
 import structlog
 
 from services.decode.config import DecodeSettings
 from services.decode.events import EventWriter, History, read_history
+from services.decode.refusal import Refusals
 from services.decode.request import Request, make_sequence, parse, tokenise
 from shared.bus.base import Bus, Job
-from shared.codec import Format, encode, format_of
+from shared.bus.settle import settle
+from shared.cancels import Cancels
+from shared.codec import format_of
 from shared.engine.base import ModelInfo
 from shared.errors import BusError, DeadlineExceeded, RequestError, TrineError, Unavailable
-from shared.messages import MAX_ID, Failed, Finished, Generate, ServedBy, Timings, Usage
+from shared.messages import Generate
 from shared.sampling.stopping import Completion
-from shared.streams import REQUEST_HEADER
 from shared.subjects import PRIORITIES, Subjects
 from shared.telemetry import Counters
 from shared.tokenizer import Tokenizer
 
-PULL_S = 5.0
-MAX_DELIVERIES = 5
-REMEMBERED_CANCELS = 4096
+PULL_S = 0.5  # short: a worker that has filled up meanwhile must not take what another could run
+MAX_HANDBACKS = 3  # deliveries after which a full worker keeps a request after all, rather than use up its attempts
+MAX_DELIVERIES = 10
 
 log = structlog.get_logger()
-
-
-class Cancelled(Exception):
-    """The request was cancelled before a worker took it."""
 
 
 class Intake:
@@ -50,11 +44,12 @@ class Intake:
         tokenizer: Tokenizer,
         info: ModelInfo,
         root: bytes,
-        worker: str,
         counters: Counters,
         has_room: Callable[[], bool],
         serve: Callable[[Request], None],
         adopt: Callable[[Job], bool],
+        refusals: Refusals,
+        ensure_streams: Callable[[], Awaitable[None]],
     ) -> None:
         self._settings = settings
         self._bus = bus
@@ -62,13 +57,14 @@ class Intake:
         self._tokenizer = tokenizer
         self._info = info
         self._root = root
-        self._worker = worker
         self._counters = counters
         self._has_room = has_room
         self._serve = serve
         self._adopt = adopt
+        self._refusals = refusals
+        self._ensure_streams = ensure_streams
         self._room = anyio.Event()
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self.cancels = Cancels()
         self._dry: set[str] = set()  # priorities whose queue is empty: a pull waits for the next message
         self.closed = False
 
@@ -76,11 +72,6 @@ class Intake:
         """Call when a request has left or blocks came free."""
         self._room.set()
         self._room = anyio.Event()
-
-    def remember_cancel(self, request_id: str) -> None:
-        self._cancelled[request_id] = None
-        while len(self._cancelled) > REMEMBERED_CANCELS:
-            self._cancelled.popitem(last=False)
 
     # Pulling
 
@@ -116,33 +107,36 @@ class Intake:
     # Accepting
 
     async def _accept(self, job: Job, priority: str) -> None:
+        """Whatever the message is, this worker goes on: it is served, answered, or handed back."""
         if self.closed:
-            await _quietly(job.nak())
+            await settle(job.nak())
             return
         if self._adopt(job):
             return
-        format = format_of(job.data)
+        if not self._has_room() and job.delivered <= MAX_HANDBACKS:  # filled up while this pull was out
+            await settle(job.nak())
+            return
+        request_id = None
         try:
-            request = await self._prepare(job, priority, format)
-        except Cancelled:
-            return
+            generate = await anyio.to_thread.run_sync(parse, job.data, self._subjects.model)
+            request_id = generate.id
+            request = await self._prepare(generate, job, priority)
         except (RequestError, Unavailable) as error:
-            await self._refuse(job, format, error)
-            return
+            await self._refusals.refuse(job, error, request_id)
         except BusError as error:
             log.warning("request handed back", seq=job.seq, error=str(error))
-            await _quietly(job.nak(1.0))
-            return
+            if error.code == "stream_missing":
+                await self._ensure_streams()
+            await settle(job.nak(1.0))
         except Exception:
             log.exception("request could not be taken in", seq=job.seq)
-            await self._refuse(job, format, TrineError("internal error while reading the request"))
-            return
-        if request is not None:
-            self._serve(request)
+            await self._refusals.refuse(job, TrineError("internal error while reading the request"), request_id)
+        else:
+            if request is not None:
+                self._serve(request)
 
-    async def _prepare(self, job: Job, priority: str, format: Format) -> Request | None:
+    async def _prepare(self, generate: Generate, job: Job, priority: str) -> Request | None:
         """The request, ready to be scheduled. None if it has ended already."""
-        generate = parse(job.data, self._subjects.model)
         deadline = (generate.deadline_ms or self._settings.deadline_s * 1000) / 1000 - job.age
         if deadline <= 0:
             raise DeadlineExceeded(f"queued for {job.age:.1f} s, beyond its deadline")
@@ -150,14 +144,15 @@ class Intake:
             raise Unavailable(f"given up after {MAX_DELIVERIES} attempts")
         prompt = await anyio.to_thread.run_sync(tokenise, generate, self._tokenizer, self._info)
         history = await self._history(generate, job)
-        if history.ended or history.foreign:
-            self._counters["duplicate_requests"] += int(history.foreign)
-            await job.ack()
-            return None
-        if generate.id in self._cancelled:
-            await self._finish_cancelled(job, generate, format, history)
-            raise Cancelled
-        return self._request(generate, job, priority, format, prompt, history, deadline)
+        if history.ended:
+            await settle(job.ack())
+        elif history.foreign:
+            await self._refusals.duplicate(job, generate.id)
+        elif self.cancels.covers(generate.id, time.monotonic() - job.age):
+            await self._refusals.cancelled(job, generate, len(history.tokens))
+        else:
+            return self._request(generate, job, priority, prompt, history, deadline)
+        return None
 
     async def _history(self, generate: Generate, job: Job) -> History:
         """A first delivery has none, in all likelihood: its first append finds out. Later ones read what was sent."""
@@ -167,16 +162,9 @@ class Intake:
         return await read_history(self._bus, self._subjects, generate.id, job.seq)
 
     def _request(
-        self,
-        generate: Generate,
-        job: Job,
-        priority: str,
-        format: Format,
-        prompt: list[int],
-        history: History,
-        deadline: float,
+        self, generate: Generate, job: Job, priority: str, prompt: list[int], history: History, deadline: float
     ) -> Request:
-        sequence = make_sequence(generate, prompt, history, self._info, self._root, priority)
+        sequence = make_sequence(generate, job, prompt, history, self._info, self._root, priority)
         completion = Completion(self._tokenizer.detokenizer(), self._info.eos_ids, generate.stops, sequence.max_tokens)
         events = EventWriter(
             self._bus,
@@ -184,74 +172,12 @@ class Intake:
             generate.id,
             job.seq,
             attempt=job.delivered,
-            seed=sequence.seed,
-            format=format,
+            format=format_of(job.data),
             history=history,
+            ensure_streams=self._ensure_streams,
         )
         for token in history.tokens:  # the text state, and the end if the last attempt died before saying it
             if completion.finished is None:
                 completion.push(token)
-        return Request(generate, job, sequence, completion, events, deadline=time.monotonic() + deadline)
-
-    # Refusing
-
-    async def _refuse(self, job: Job, format: Format, error: TrineError) -> None:
-        """One typed event to the request's own subject, if its id can be read, else to the subject of refusals."""
-        self._counters[f"refused_{error.code}"] += 1
-        request_id = readable_id(job.data)
-        log.info("request refused", request=request_id, code=error.code, error=error.message)
-        event = Failed(
-            id=request_id or f"seq-{job.seq}",
-            attempt=job.delivered,
-            code=error.code,
-            message=error.message,
-            field=error.field,
-        )
-        await self._answer(job, event, format, self._subjects.events(request_id) if request_id else None)
-
-    async def _finish_cancelled(self, job: Job, generate: Generate, format: Format, history: History) -> None:
-        event = Finished(
-            id=generate.id,
-            attempt=job.delivered,
-            reason="cancelled",
-            seed=history.seed or 0,
-            usage=Usage(completion_tokens=len(history.tokens)),
-            timings=Timings(queue_ms=job.age * 1e3),
-            served_by=ServedBy(decode=self._worker),
-        )
-        await self._answer(job, event, format, self._subjects.events(generate.id))
-
-    async def _answer(self, job: Job, event: Failed | Finished, format: Format, subject: str | None) -> None:
-        try:
-            if subject is None:
-                await self._bus.publish(self._subjects.refused, encode(event, Format.JSON))
-            else:
-                await self._bus.append(subject, encode(event, format), headers={REQUEST_HEADER: str(job.seq)})
-            await job.term()
-        except BusError as bus_error:
-            log.warning("refusal not delivered; comes again", seq=job.seq, error=str(bus_error))
-
-
-_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,128})"')
-
-
-def readable_id(data: bytes) -> str | None:
-    """The id of a message that is otherwise refused, as far as it can be made out."""
-    try:
-        if format_of(data) is Format.JSON:
-            value = json.loads(data.decode(errors="replace"))
-        else:
-            value = msgpack.unpackb(data, raw=False, strict_map_key=True)
-        found = value.get("id") if isinstance(value, dict) else None
-    except (ValueError, RecursionError, TypeError, msgpack.UnpackException):
-        match = _ID.search(data, 0, 4096)
-        found = match.group(1).decode(errors="replace") if match else None
-    return found if isinstance(found, str) and 0 < len(found) <= MAX_ID else None
-
-
-async def _quietly(action: Awaitable[None]) -> None:
-    """For acks that only save time: without them the message comes again after ack_wait."""
-    try:
-        await action
-    except BusError as error:
-        log.debug("not acknowledged", error=str(error))
+        ends = time.monotonic() + deadline
+        return Request(generate, job, sequence, completion, events, deadline=ends, queued_s=job.age)

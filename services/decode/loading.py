@@ -11,6 +11,7 @@ from services.decode.config import DecodeSettings
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Sequence
 from shared.bus.base import Bus
+from shared.cache.fetch import fetch
 from shared.cache.follower import IndexFollower
 from shared.cache.index import PrefixIndex
 from shared.cache.store import BlockStore
@@ -23,7 +24,6 @@ from shared.peers import Peers
 from shared.subjects import Subjects
 from shared.telemetry import Counters
 
-PAGE = 16  # blocks asked for at once: small enough to overlap with the prefill that makes the next ones
 POLL_S = 0.5
 
 log = structlog.get_logger()
@@ -60,21 +60,23 @@ class Loader:
         self._counters = counters
         self._block_size = engine.info.block_size
 
-    async def load(self, sequence: Sequence, on_producers: Callable[[set[str]], None]) -> None:
-        """Load what can be loaded; the sequence is READY afterwards unless it was ended or preempted meanwhile."""
+    async def load(self, sequence: Sequence, budget_s: float, on_producers: Callable[[set[str]], None]) -> None:
+        """Load what can be loaded; the sequence is READY afterwards unless it was ended meanwhile.
+
+        `budget_s`: the time its request has left.
+        """
         if sequence.phase is not Phase.LOADING:
             return  # ended between its admission and this task's first step
         epoch = sequence.epoch
         wanted = (len(sequence.tokens) - 1) // self._block_size
         have = sequence.computed // self._block_size
-        present = self._index.longest(sequence.names[have:wanted])
-        await self._fetch(sequence, epoch, have + present)
+        await self._fetch(sequence, epoch, have + self._index.longest(sequence.names[have:wanted]))
         if sequence.epoch != epoch:
             return
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_len)
         if self._worth_a_job(sequence, wanted):
-            await self._prefill_remotely(sequence, epoch, wanted, on_producers)
+            await self._prefill_remotely(sequence, epoch, wanted, budget_s, on_producers)
         if sequence.epoch == epoch and sequence.phase is Phase.LOADING:
             self._scheduler.loaded(sequence)
 
@@ -87,49 +89,54 @@ class Loader:
 
     async def _fetch(self, sequence: Sequence, epoch: int, upto: int) -> set[str]:
         """Blocks up to number `upto` from the shared cache into the pool; stops at the first miss."""
-        producers: set[str] = set()
-        while (first := sequence.computed // self._block_size) < upto:
-            page = range(first, min(first + PAGE, upto))
-            metas = [sequence.meta(i, self._block_size) for i in page]
-            found = await self._store.get(metas)
+        first = sequence.computed // self._block_size
+
+        def take(index: int, data: memoryview) -> bool:
             if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
-                return producers  # its blocks may belong to somebody else by now
-            producers |= found.producers
-            for index, meta in zip(page, metas, strict=True):
-                if meta.name not in found:
-                    return producers
-                self._engine.write_block(sequence.table[index], found[meta.name])
-                self._scheduler.filled(sequence, index)
-        return producers
+                return False  # its blocks may belong to somebody else by now
+            self._engine.write_block(sequence.table[first + index], data)
+            self._scheduler.filled(sequence, first + index)
+            return True
+
+        return await fetch(self._store, [sequence.meta(i, self._block_size) for i in range(first, upto)], take)
 
     async def _prefill_remotely(
-        self, sequence: Sequence, epoch: int, wanted: int, on_producers: Callable[[set[str]], None]
+        self,
+        sequence: Sequence,
+        epoch: int,
+        wanted: int,
+        budget_s: float,
+        on_producers: Callable[[set[str]], None],
     ) -> None:
         """Have the missing blocks computed elsewhere and pull each as it appears. Gives up without progress."""
-        if not await self._publish_job(sequence, wanted):
-            return
-        progress = time.monotonic()
+        progress, asked = time.monotonic(), False
         while (have := sequence.computed // self._block_size) < wanted:
+            if not asked and not await self._publish_job(sequence, wanted, budget_s):
+                return
             present = await self._follower.wait(sequence.names[have:wanted], POLL_S)
             if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
                 return
             on_producers(await self._fetch(sequence, epoch, have + present))
             if sequence.epoch != epoch:
                 return
-            if sequence.computed // self._block_size > have:
+            # Asked again while nothing comes: the job may be gone, with its worker or with another's cancel.
+            asked = sequence.computed // self._block_size > have
+            if asked:
                 progress = time.monotonic()
             elif time.monotonic() - progress > self._settings.prefill_patience_s or not self._prefill_alive():
                 self._counters["prefill_given_up"] += 1
                 log.info("no prefill; computing here", request=sequence.id, missing=sequence.remaining)
                 return
 
-    async def _publish_job(self, sequence: Sequence, wanted: int) -> bool:
+    async def _publish_job(self, sequence: Sequence, wanted: int, budget_s: float) -> bool:
+        # When it has waited so long for a prefill worker, this worker will have given up on it.
+        useful_s = min(budget_s, 2 * self._settings.prefill_patience_s)
         job = PrefillJob(
             request_id=sequence.id,
             tenant=self._tenant,
             fingerprint=self._engine.info.fingerprint,
             token_ids=sequence.tokens[: wanted * self._block_size],
-            budget_ms=max(int(self._settings.deadline_s * 1000), 1),
+            budget_ms=max(int(useful_s * 1000), 1),
         )
         try:
             await self._bus.append(

@@ -9,8 +9,10 @@ import anyio
 
 from services.decode.config import DecodeSettings
 from services.decode.drafting import Drafting
+from services.decode.events import Outcome as Written
 from services.decode.intake import Intake
 from services.decode.loading import Loader
+from services.decode.refusal import Refusals
 from services.decode.request import Request
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome, Work
@@ -18,13 +20,14 @@ from services.decode.speculation import DraftBook
 from services.decode.unrouted import Unrouted
 from shared.actor import Actor
 from shared.bus.base import Bus, ConsumerSpec, Incoming, Job, StreamSpec
+from shared.bus.settle import settle
 from shared.cache import naming
 from shared.cache.blocks import BlockAllocator
 from shared.cache.follower import IndexFollower
 from shared.cache.publisher import BlockPublisher
 from shared.cache.store import StreamBlockStore, block_stream, index_for
 from shared.engine.base import StepEngine
-from shared.errors import BusError, ContextLengthExceeded, DeadlineExceeded, TrineError
+from shared.errors import ContextLengthExceeded, DeadlineExceeded, TrineError
 from shared.lifecycle import Phase
 from shared.messages import Failed, Finished, Identity, Load
 from shared.streams import event_stream, prefill_stream, request_consumers, request_stream
@@ -91,6 +94,7 @@ class DecodeWorker(Actor):
             self.peers,
             self.counters,
         )
+        self._refusals = Refusals(bus, self.subjects, worker, self.counters, self.try_ensure_streams)
         self._intake = Intake(
             settings,
             bus=bus,
@@ -98,11 +102,12 @@ class DecodeWorker(Actor):
             tokenizer=tokenizer,
             info=self._info,
             root=root,
-            worker=worker,
             counters=self.counters,
             has_room=lambda: self.scheduler.has_room,
             serve=self._serve,
             adopt=self._adopt,
+            refusals=self._refusals,
+            ensure_streams=self.try_ensure_streams,
         )
         self._unrouted = Unrouted(bus, self.subjects)
 
@@ -152,7 +157,7 @@ class DecodeWorker(Actor):
                 await self._left.wait()
         for request in list(self._requests.values()):
             self._forget(request)
-            await self._settle(request.job.nak)
+            await settle(request.job.nak())
         await self._follower.close()
         await self._store.close()
 
@@ -161,15 +166,14 @@ class DecodeWorker(Actor):
     def _adopt(self, job: Job) -> bool:
         """A redelivery of what runs here: the earlier hold came too late, nothing is wrong."""
         for request in self._requests.values():
-            if request.job.seq == job.seq:
+            if (request.job.seq, request.job.stamp) == (job.seq, job.stamp):
                 request.job = job
                 return True
         return False
 
     def _serve(self, request: Request) -> None:
         if request.id in self._requests:  # the same id twice at once: the first one has it
-            self.counters["duplicate_requests"] += 1
-            self.spawn(self._settle, request.job.term)
+            self.spawn(self._refusals.duplicate, request.job, request.id)
             return
         self._requests[request.id] = request
         self.spawn(self._write_events, request)
@@ -185,17 +189,17 @@ class DecodeWorker(Actor):
 
     async def _write_events(self, request: Request) -> None:
         """The request's events, then its ack: it is done when its end is stored, not before."""
-        if await request.events.run():
-            await self._settle(request.job.ack)
-        else:
-            self.counters["fenced"] += 1
-        self._forget(request)
-
-    async def _settle(self, action: Callable[[], Awaitable[None]]) -> None:
         try:
-            await action()
-        except BusError as error:
-            self.log.debug("job not settled; it comes again", error=str(error))
+            outcome = await request.events.run()
+        except Exception:
+            self.log.exception("events cannot be written", request=request.id)
+            outcome = Written.GIVEN_UP
+        self.counters[f"events_{outcome.name.lower()}"] += 1
+        if outcome is Written.ENDED:
+            await settle(request.job.ack())
+        elif outcome is Written.DUPLICATE:
+            await self._refusals.duplicate(request.job, request.id)
+        self._forget(request)
 
     def _forget(self, request: Request) -> None:
         self.scheduler.end(request.sequence)
@@ -217,7 +221,9 @@ class DecodeWorker(Actor):
 
     async def _load(self, request: Request) -> None:
         try:
-            await self._loader.load(request.sequence, request.prefilled_by.update)
+            left = request.deadline - time.monotonic()
+            await self._loader.load(request.sequence, left, request.prefilled_by.update)
+            request.events.cached_tokens = request.sequence.cached_tokens or 0
         except Exception:
             self.log.exception("loading failed", request=request.id)
             self._fail(request, TrineError("internal error while loading the prompt's KV"))
@@ -233,7 +239,8 @@ class DecodeWorker(Actor):
                 usage=request.usage(),
                 timings=request.timings(),
                 served_by=request.served_by(self.worker),
-            )
+            ),
+            tail=request.completion.flush(),  # of a cancelled one; empty for the others
         )
         self.scheduler.end(request.sequence)
 
@@ -253,7 +260,7 @@ class DecodeWorker(Actor):
 
     async def _on_cancel(self, message: Incoming) -> None:
         request_id = last(message.subject)
-        self._intake.remember_cancel(request_id)
+        self._intake.cancels.note(request_id, time.monotonic())
         if (request := self._requests.get(request_id)) is not None:
             self.counters["cancelled"] += 1
             self._finish(request, "cancelled")
@@ -263,7 +270,7 @@ class DecodeWorker(Actor):
         while True:
             await anyio.sleep(self.settings.ack_wait_s / 3)
             for request in list(self._requests.values()):
-                await self._settle(request.job.hold)
+                await settle(request.job.hold())
 
     async def _watch_deadlines(self) -> None:
         while True:

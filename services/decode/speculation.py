@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.decode.sequence import Sequence
-from shared.messages import Draft, DraftItem
+from shared.messages import MAX_BATCH, Draft, DraftItem
 from shared.peers import rendezvous
 
 MISSES_TO_PAUSE = 4
@@ -100,4 +100,7 @@ class DraftBook:
 
     def take_ended(self, drafter: str) -> list[str]:
         """Sessions to tell `drafter` the end of."""
-        return self._ended.pop(drafter, [])
+        ended = self._ended.pop(drafter, [])
+        if len(ended) > MAX_BATCH:
+            self._ended[drafter] = ended[MAX_BATCH:]
+        return ended[:MAX_BATCH]

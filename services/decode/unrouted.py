@@ -6,7 +6,7 @@ import json
 
 import structlog
 
-from services.decode.intake import readable_id
+from services.decode.refusal import readable_id
 from shared.bus.base import Bus, Incoming
 from shared.codec import encode, format_of
 from shared.errors import BusError

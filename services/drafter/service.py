@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,13 +10,13 @@ import anyio
 
 from services.drafter.config import DrafterSettings
 from services.drafter.scheduler import SourceScore, record_outcome
-from services.drafter.sessions import Session, SessionTable
+from services.drafter.sessions import MAX_TOKENS, Session, SessionTable
 from services.drafter.sources.base import DraftSource, SlowSource, Wish
 from shared.actor import Actor
 from shared.bus.base import Bus, Incoming
 from shared.codec import decode, encode
-from shared.errors import BusError, RequestError
-from shared.messages import Draft, DraftAsk, Drafts, Load
+from shared.errors import RequestError, TrineError
+from shared.messages import Draft, DraftAsk, DraftItem, Drafts, Load
 
 MAX_PENDING = 256
 
@@ -58,6 +59,7 @@ class DrafterWorker(Actor):
         self._sessions = SessionTable(settings.max_sessions)
         self._scores = {s.name: SourceScore() for s in [*instant, *([slow] if slow else [])]}
         self._pending: list[_Ask] = []
+        self._unread: dict[Session, Wish] = {}  # by session, prompts too long to be answered in time
         self._ended: list[Session] = []
         self._arrived = anyio.Event()
         self._busy = False
@@ -96,15 +98,28 @@ class DrafterWorker(Actor):
         """Bring the sessions up to date and list what is wanted."""
         ask = _Ask(reply)
         self._end(s for name in asked.ended if (s := self._sessions.end((asked.worker, name))))
-        for item in asked.items:
-            session = self._sessions.update((asked.worker, item.session), item.base, item.token_ids)
-            if session is None or any(t >= self._vocab_size for t in item.token_ids):
+        named = Counter(i.session for i in asked.items)
+        ask.unknown = [name for name, times in named.items() if times > 1]  # which of them to believe?
+        told = [(i, self._update(asked.worker, i)) for i in asked.items if named[i.session] == 1]
+        self._end(self._sessions.overflow())
+        for item, session in told:
+            if session is None or session.ended:
                 ask.unknown.append(item.session)
                 continue
             record_outcome(session, self._scores)
-            ask.open.append(Wish(session, tuple(session.tokens), item.k, item.sampling, asked.wait_ms / 1e3))
-        self._end(self._sessions.overflow())
+            tokens = session.tokens
+            ask.open.append(Wish(session, tokens, len(tokens), item.k, item.sampling, asked.wait_ms / 1e3))
         return ask
+
+    def _update(self, worker: str, item: DraftItem) -> Session | None:
+        """The session as it is told now; a session told what cannot be is dropped."""
+        key = (worker, item.session)
+        length = item.base + len(item.token_ids)
+        if 0 < length <= MAX_TOKENS and max(item.token_ids, default=0) < self._vocab_size:
+            return self._sessions.update(key, item.base, item.token_ids)
+        if (session := self._sessions.end(key)) is not None:
+            self._end([session])
+        return None
 
     def _use(self, ask: _Ask, source: str, found: Sequence[list[int]]) -> None:
         left = []
@@ -112,28 +127,26 @@ class DrafterWorker(Actor):
             if not tokens:
                 left.append(wish)
                 continue
-            wish.session.guessed = (len(wish.tokens), tuple(tokens), source)
+            wish.session.guessed = (wish.length, tuple(tokens), source)
             self.counters[f"drafted_{source}"] += len(tokens)
-            ask.drafts.append(
-                Draft(session=wish.session.key[1], position=len(wish.tokens), token_ids=tokens, source=source)
-            )
+            ask.drafts.append(Draft(session=wish.session.key[1], position=wish.length, token_ids=tokens, source=source))
         ask.open = left
 
     def _leave_to_slow(self, ask: _Ask) -> bool:
         """Whether the slow source will answer this ask."""
-        if self._slow is None or not ask.open or len(self._pending) >= MAX_PENDING:
-            return False
-        if not self._adaptive:
-            self._enqueue(ask)
-            return True
-        if self._busy or not self._scores[self._slow.name].worth_trying():
-            return False
         slow = self._slow
-        if all(slow.expected_s(w) <= w.budget_s for w in ask.open):
-            self._enqueue(ask)
-            return True
-        self._enqueue(_Ask("", open=ask.open))  # it reads the prompt meanwhile, to be in time later
-        return False
+        if slow is None or not ask.open or len(self._pending) >= MAX_PENDING:
+            return False
+        if self._adaptive:
+            if self._busy or not self._scores[slow.name].worth_trying():
+                return False
+            late = {w.session: w for w in ask.open if slow.expected_s(w) > w.budget_s}
+            self._unread.update(late)  # read meanwhile, to be in time later
+            ask.open = [w for w in ask.open if w.session not in late]
+        self._arrived.set()
+        if ask.open:
+            self._pending.append(ask)
+        return bool(ask.open)
 
     async def _send(self, ask: _Ask) -> None:
         if not ask.reply:
@@ -141,14 +154,11 @@ class DrafterWorker(Actor):
         try:
             answer = Drafts(worker=self.worker, drafts=ask.drafts, unknown=ask.unknown)
             await self.bus.publish(ask.reply, encode(answer))
-        except BusError:
+        except TrineError as error:
             self.counters["answers_unsent"] += 1
+            self.log.debug("answer not sent", error=str(error))
 
     # The slow source
-
-    def _enqueue(self, ask: _Ask) -> None:
-        self._pending.append(ask)
-        self._arrived.set()
 
     async def _slow_drafts(self) -> None:
         if self._slow is None:
@@ -157,28 +167,55 @@ class DrafterWorker(Actor):
         while True:
             await self._arrived.wait()
             self._arrived = anyio.Event()
-            asks, self._pending = self._pending, []
-            ended, self._ended = self._ended, []
-            wishes = [w for a in asks for w in a.open]
             self._busy = True
-            found = await self.in_engine(_run, self._slow, wishes, ended)
+            await self._answer(self._slow)
+            await self._read_ahead(self._slow)
             self._busy = False
-            for ask in asks:
-                count = len(ask.open)
-                self._use(ask, self._slow.name, found[:count])
-                del found[:count]
-                await self._send(ask)
+
+    async def _answer(self, slow: SlowSource) -> None:
+        """Of a session asked about again only the newest wish counts: the asker waits no longer for the others."""
+        asks, self._pending = self._pending, []
+        newest = {w.session: w for a in asks for w in a.open}
+        found = await self._draft(slow, list(newest.values()))
+        for ask in asks:
+            self._use(ask, slow.name, [found.get(w, []) for w in ask.open])
+            await self._send(ask)
+
+    async def _read_ahead(self, slow: SlowSource) -> None:
+        """A piece of one unread prompt; then it is the turn of whoever can be answered in time."""
+        if self._unread:
+            await self._draft(slow, [self._unread.pop(next(iter(self._unread)))])
+
+    async def _draft(self, slow: SlowSource, wishes: Sequence[Wish]) -> dict[Wish, list[int]]:
+        """What the slow source finds; nothing if it fails, which must not cost the instant sources."""
+        ended, self._ended = self._ended, []
+        alive = [w for w in wishes if not w.session.ended]
+        try:
+            found = await self.in_engine(_run, slow, alive, ended)
+            return dict(zip(alive, found, strict=True))
+        except Exception:
+            self.counters["draft_errors"] += 1
+            self.log.exception("no drafts: the source failed", source=slow.name)
+            return {}
 
     def _end(self, sessions: Iterable[Session]) -> None:
         """Instant sources forget at once; the slow one when it is next called, in its own thread."""
         for session in sessions:
+            self._unread.pop(session, None)
             for source in self._instant:
                 source.end(session)
             if self._slow is not None:
                 self._ended.append(session)
+                self._arrived.set()
 
 
 def _run(source: SlowSource, wishes: Sequence[Wish], ended: Sequence[Session]) -> list[list[int]]:
+    """After an error nothing that the source holds of these sessions is relied on."""
     for session in ended:
         source.end(session)
-    return source.draft(wishes)
+    try:
+        return source.draft(wishes)
+    except Exception:
+        for wish in wishes:
+            source.end(wish.session)
+        raise

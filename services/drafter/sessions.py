@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Key = tuple[str, str]  # decode worker, its session
+MAX_TOKENS = 1 << 17  # of one session: bounds what an asker can make a drafter hold
 
 
 @dataclass(slots=True, eq=False)
@@ -15,8 +16,10 @@ class Session:
 
     key: Key
     tokens: list[int] = field(default_factory=list)
+    """Only appended to. When tokens change or go away this is another list: what a source holds stays as it was."""
     guessed: tuple[int, tuple[int, ...], str] = (0, (), "")
     """Last answer: position, tokens, source; compared with what came of it when the next tokens are told."""
+    ended: bool = False
 
 
 class SessionTable:
@@ -36,14 +39,23 @@ class SessionTable:
             session = self._sessions[key] = Session(key)
         if session is None or base > len(session.tokens):
             return None
-        del session.tokens[base:]
-        session.tokens.extend(token_ids)
+        told_before = session.tokens[base:]
+        if told_before == list(token_ids[: len(told_before)]):
+            session.tokens.extend(token_ids[len(told_before) :])
+        else:
+            session.tokens = [*session.tokens[:base], *token_ids]
         self._sessions.move_to_end(key)
         return session
 
     def end(self, key: Key) -> Session | None:
-        return self._sessions.pop(key, None)
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            session.ended = True
+        return session
 
     def overflow(self) -> list[Session]:
         """Remove and return the sessions beyond the limit."""
-        return [self._sessions.popitem(last=False)[1] for _ in range(len(self._sessions) - self._limit)]
+        beyond = list(self._sessions.values())[: max(len(self._sessions) - self._limit, 0)]
+        for session in beyond:
+            self.end(session.key)
+        return beyond

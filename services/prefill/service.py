@@ -12,21 +12,24 @@ from services.prefill.config import PrefillSettings
 from services.prefill.scheduler import PrefillScheduler, PrefillTask, PrefillWork
 from shared.actor import Actor
 from shared.bus.base import Bus, ConsumerSpec, Incoming, Job, StreamSpec
+from shared.bus.settle import settle
 from shared.cache import naming
 from shared.cache.blocks import BlockAllocator, OutOfBlocks
+from shared.cache.fetch import fetch
 from shared.cache.follower import IndexFollower
 from shared.cache.publisher import BlockPublisher
 from shared.cache.store import StreamBlockStore, block_stream, index_for
+from shared.cancels import Cancels
 from shared.codec import decode
 from shared.engine.base import StepEngine
-from shared.errors import BusError, InvalidField, RequestError
+from shared.errors import InvalidField, RequestError
 from shared.messages import Identity, Load, PrefillJob
 from shared.streams import prefill_consumer, prefill_stream
 from shared.subjects import last
 
 PULL_S = 5.0
 MAX_DELIVERIES = 3
-PAGE = 16  # blocks fetched at once
+RETRY_S = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,7 @@ class PrefillWorker(Actor):
         self._store = StreamBlockStore(bulk, self.subjects, engine.identity, self._index)
         self._publisher = BlockPublisher(self._allocator, self._store, self._index, engine.read_block, worker)
         self._running: dict[int, _Running] = {}
+        self._cancels = Cancels()
         self._changed = anyio.Event()
 
     # Actor
@@ -94,7 +98,7 @@ class PrefillWorker(Actor):
             while self._running:
                 await self._changed.wait()
         for running in list(self._running.values()):
-            await self._settle(running.job.nak)
+            await settle(running.job.nak())
         await self._follower.close()
         await self._store.close()
 
@@ -114,17 +118,24 @@ class PrefillWorker(Actor):
 
     async def _accept(self, job: Job) -> None:
         if self.draining.is_set():
-            await self._settle(job.nak)
+            await settle(job.nak())
             return
-        if job.seq in self._running:  # redelivered although it runs here: a hold came too late
-            self._running[job.seq].job = job
+        known = self._running.get(job.seq)
+        if known and known.job.stamp == job.stamp:  # redelivered although it runs here: a hold came too late
+            known.job = job
             return
+        if known:  # the queue was lost with its server, and numbers begin anew: nobody waits for the old one
+            self._forget(known)
         try:
             running = self._parse(job)
         except RequestError as error:
             self.counters["jobs_refused"] += 1
             self.log.warning("job refused", error=error.message, field=error.field)
-            await self._settle(job.term)
+            await settle(job.term())
+            return
+        if self._cancels.covers(running.request_id, time.monotonic() - job.age):
+            self.counters["cancelled"] += 1
+            await settle(job.term())
             return
         self._running[job.seq] = running
         self.spawn(self._prepare, running)
@@ -153,7 +164,8 @@ class PrefillWorker(Actor):
                 self._scheduler.admit(task)
                 break
             except OutOfBlocks:
-                await self._changed.wait()
+                with anyio.move_on_after(RETRY_S):  # blocks also come free without a word, when they are published
+                    await self._changed.wait()
         if task.ended:
             return
         local = task.have
@@ -167,21 +179,22 @@ class PrefillWorker(Actor):
         self._notify()
 
     async def _fetch(self, task: PrefillTask) -> None:
-        upto = task.have + self._index.longest(task.names[task.have :])
-        while task.have < upto:
-            page = range(task.have, min(task.have + PAGE, upto))
-            metas = [task.meta(i) for i in page]
-            found = await self._store.get(metas)
-            for index, meta in zip(page, metas, strict=True):
-                if task.ended or meta.name not in found:
-                    return
-                self._engine.write_block(task.table[index], found[meta.name])
-                self._scheduler.filled(task, index)
+        first = task.have
+        upto = first + self._index.longest(task.names[first:])
+
+        def take(index: int, data: memoryview) -> bool:
+            if task.ended:
+                return False  # its blocks may belong to somebody else by now
+            self._engine.write_block(task.table[first + index], data)
+            self._scheduler.filled(task, first + index)
+            return True
+
+        await fetch(self._store, [task.meta(i) for i in range(first, upto)], take)
 
     async def _finish(self, running: _Running) -> None:
         """Ack when every block is stored, or was given up by the store: then the decode worker computes it."""
         await self._publisher.settled(running.task.names)
-        await self._settle(running.job.ack)
+        await settle(running.job.ack())
         self._forget(running)
         self.counters["jobs_done"] += 1
         self.log.info(
@@ -194,28 +207,24 @@ class PrefillWorker(Actor):
 
     def _forget(self, running: _Running) -> None:
         self._scheduler.end(running.task)
-        self._running.pop(running.job.seq, None)
+        if self._running.get(running.job.seq) is running:
+            del self._running[running.job.seq]
         self._notify()
-
-    async def _settle(self, action: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await action()
-        except BusError as error:
-            self.log.debug("job not settled; it comes again", error=str(error))
 
     async def _on_cancel(self, message: Incoming) -> None:
         request_id = last(message.subject)
+        self._cancels.note(request_id, time.monotonic())
         for running in list(self._running.values()):
             if running.request_id == request_id:
                 self.counters["cancelled"] += 1
                 self._forget(running)
-                await self._settle(running.job.term)
+                await settle(running.job.term())
 
     async def _hold_jobs(self) -> None:
         while True:
             await anyio.sleep(self.settings.ack_wait_s / 3)
             for running in list(self._running.values()):
-                await self._settle(running.job.hold)
+                await settle(running.job.hold())
 
     # Steps
 
@@ -243,7 +252,7 @@ class PrefillWorker(Actor):
             self._scheduler.abandon(works)
             for running in [r for r in self._running.values() if r.task in {w.task for w in works}]:
                 self._forget(running)
-                await self._settle(running.job.nak)
+                await settle(running.job.nak())
             return
         for task, filled in self._scheduler.complete(works):
             for index in filled:

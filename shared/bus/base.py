@@ -40,6 +40,7 @@ class Job(Protocol):
     headers: Mapping[str, str]
     seq: int
     delivered: int  # 1 for the first delivery
+    stamp: int  # when it was stored, in nanoseconds: with `seq` it tells one message from all others, for good
     age: float  # seconds since it was stored, by the server's and this host's clocks; never negative
 
     async def ack(self) -> None: ...

@@ -80,6 +80,7 @@ class _Job:
         self.headers = record.headers
         self.seq = record.seq
         self.delivered = delivered
+        self.stamp = round(record.stored * 1e9)
         self.age = max(0.0, time.monotonic() - record.stored)
         self._bus = bus
         self._consumer = consumer

@@ -52,11 +52,11 @@ def reply_fields(reply: str) -> tuple[int, int, int, int]:
 
 class NatsJob:
     def __init__(self, connection: Connection, message: Msg) -> None:
-        self.delivered, self.seq, _, stored = reply_fields(message.reply)
+        self.delivered, self.seq, _, self.stamp = reply_fields(message.reply)
         self.subject = message.subject
         self.data = message.data
         self.headers: Mapping[str, str] = user_headers(message)
-        self.age = max(0.0, time.time() - stored / 1e9)
+        self.age = max(0.0, time.time() - self.stamp / 1e9)
         self._connection = connection
         self._reply = message.reply
 

@@ -105,7 +105,8 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         if request.session.testsfailed > failed:
             sys.stderr.write(fleet.compose("logs")[-20000:])
     finally:
-        fleet.compose("down", "-v", "--remove-orphans", timeout=180.0)
+        fleet.compose("down", "--remove-orphans", timeout=180.0)  # replicas first: they may hold the broker
+        fleet.compose("down", "-v", timeout=180.0)
 
 
 async def workers(client: Client, **wanted: int) -> dict[str, set[str]]:

@@ -13,14 +13,14 @@ from services.drafter.scheduler import PROBE_EVERY, SourceScore, record_outcome
 from services.drafter.sessions import Session, SessionTable
 from services.drafter.sources.base import Wish
 from services.drafter.sources.lookup import Lookup
-from services.drafter.sources.model import ModelSource
+from services.drafter.sources.model import ModelSource, common_prefix
 from shared.lifecycle import Phase
 from shared.messages import Draft, Sampling
 from tests.fake_engine import FakeEngine, completion
 
 
 def wish(session: Session, k: int = 4) -> Wish:
-    return Wish(session, tuple(session.tokens), k, Sampling(), 10.0)
+    return Wish(session, session.tokens, len(session.tokens), k, Sampling(), 10.0)
 
 
 def sequence(tokens: list[int], max_tokens: int = 50, name: str = "s") -> Sequence:
@@ -49,11 +49,15 @@ class TestLookup:
     @given(st.lists(st.integers(0, 3), min_size=3, max_size=60), st.integers(0, 2**16))
     def test_index_kept_up_to_date_equals_index_built_anew(self, tokens: list[int], seed: int) -> None:
         rng = random.Random(seed)
-        kept, session = Lookup(2), Session(("d", "s"))
+        kept, table = Lookup(2), SessionTable(1)
         for end in range(1, len(tokens) + 1):
-            session.tokens = tokens[:end]
-            if rng.random() < 0.2:  # a session told anew from an earlier point
-                session.tokens = [*session.tokens[: rng.randrange(end)], rng.randrange(4)]
+            base, told = end - 1, tokens[end - 1 : end]
+            if rng.random() < 0.2:  # a session told anew from an earlier point, and then again as it was
+                base = rng.randrange(end)
+                table.update(("d", "s"), base, [rng.randrange(4)])
+                told = tokens[base:end]
+            session = table.update(("d", "s"), base, told)
+            assert session is not None and session.tokens == tokens[:end]
             fresh = Lookup(2).draft([wish(Session(("d", "f"), list(session.tokens)))])
             assert kept.draft([wish(session)]) == fresh
 
@@ -67,6 +71,20 @@ class TestSessions:
         assert session.tokens == [1, 2, 3, 4, 5]
         table.update(("d", "s"), 2, [9])
         assert session.tokens == [1, 2, 9]
+
+    def test_a_list_handed_out_only_grows(self) -> None:
+        table = SessionTable(4)
+        session = table.update(("d", "s"), 0, [1, 2, 3])
+        assert session is not None
+        first = session.tokens
+        table.update(("d", "s"), 0, [1, 2, 3])  # told again, as after a lost answer
+        table.update(("d", "s"), 1, [2, 3, 4])
+        assert session.tokens is first == [1, 2, 3, 4]
+        table.update(("d", "s"), 0, [1, 2])
+        assert session.tokens == [1, 2]
+        table.update(("d", "s"), 1, [9])
+        assert session.tokens == [1, 9]
+        assert first == [1, 2, 3, 4]
 
     def test_a_base_beyond_what_is_known_is_unknown(self) -> None:
         table = SessionTable(4)
@@ -115,6 +133,12 @@ class TestModelSource:
         source = ModelSource(FakeEngine(context=12), within_budget=False)
         assert [len(d) for d in source.draft([wish(Session(("d", "s"), [1] * 10))])] == [2]
         assert source.draft([wish(Session(("d", "t"), [1] * 12))]) == [[]]
+
+    @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40), st.integers(0, 40))
+    def test_common_prefix(self, a: list[int], b: list[int], shared: int) -> None:
+        b = a[:shared] + b
+        equal = [x == y for x, y in zip(a, b, strict=False)]
+        assert common_prefix(a, b) == (equal.index(False) if False in equal else len(equal))
 
 
 class TestScores:

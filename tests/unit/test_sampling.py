@@ -16,7 +16,7 @@ from shared.errors import TrineError
 from shared.messages import Sampling
 from shared.sampling.filters import candidates
 from shared.sampling.noise import gumbel, gumbel_rows
-from shared.sampling.params import draw_seed, is_greedy
+from shared.sampling.params import is_greedy, seed_of
 from shared.sampling.sampler import BadLogits, Row, sample
 
 GREEDY = Sampling(temperature=0.0)
@@ -170,9 +170,10 @@ def test_the_token_does_not_depend_on_noise_of_other_calls() -> None:
     assert torch.equal(gumbel(9, 0, torch.arange(100)), gumbel(9, 0, torch.arange(5000))[:100])
 
 
-def test_drawn_seeds_fit_and_differ() -> None:
-    seeds = {draw_seed() for _ in range(100)}
+def test_unset_seeds_fit_differ_and_repeat() -> None:
+    seeds = {seed_of(seq, stamp, data) for seq in range(5) for stamp in range(5) for data in (b"a", b"b", b"1.a", b"")}
     assert len(seeds) == 100
+    assert seed_of(3, 4, b"a") in seeds
     assert all(Sampling(seed=seed).seed == seed >= 0 for seed in seeds)
 
 

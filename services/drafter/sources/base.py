@@ -10,12 +10,16 @@ from services.drafter.sessions import Session
 from shared.messages import Sampling
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Wish:
-    """Up to `k` tokens that may follow `tokens`, the session's tokens at the time of asking."""
+    """Up to `k` tokens that may follow the first `length` (at least 1) of `tokens`.
+
+    `tokens` is the session's list at the time of asking. Such a list only grows, so nobody needs a copy of it.
+    """
 
     session: Session
-    tokens: tuple[int, ...]
+    tokens: list[int]
+    length: int
     k: int
     sampling: Sampling
     budget_s: float
@@ -23,7 +27,7 @@ class Wish:
 
 
 class DraftSource(Protocol):
-    """Answers wishes in a batch; one call at a time."""
+    """Answers wishes in a batch, one per session; one call at a time."""
 
     name: str
 
@@ -32,7 +36,7 @@ class DraftSource(Protocol):
         ...
 
     def end(self, session: Session) -> None:
-        """The session is over; free what it holds."""
+        """The session is over or what is held of it is in doubt: free it."""
         ...
 
 
@@ -40,5 +44,5 @@ class SlowSource(DraftSource, Protocol):
     """A source whose `draft` blocks for a while: it is called in the worker's engine thread."""
 
     def expected_s(self, wish: Wish) -> float:
-        """Seconds until a first draft for this wish."""
+        """Seconds until a first draft for this wish. Not called while `draft` runs."""
         ...

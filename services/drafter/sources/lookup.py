@@ -17,20 +17,17 @@ CANDIDATES = 16  # most recent occurrences that are compared
 
 @dataclass(slots=True)
 class _Grams:
-    """Ends of each run of `n` tokens, for the tokens indexed so far."""
+    """Ends of each run of `n` tokens among the first `known` of `tokens`."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
+    known: int = 0
     ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
-    def follow(self, tokens: Sequence[int], n: int) -> None:
-        """Index `tokens`, of which those indexed before are a prefix; anything else is indexed anew."""
-        known = len(self.tokens)
-        if known > len(tokens) or self.tokens[-n:] != list(tokens[max(known - n, 0) : known]):
-            self.tokens, self.ends, known = [], {}, 0
-        self.tokens.extend(tokens[known:])
-        for end in range(max(known, n), len(tokens) + 1):
-            if end > known:
-                self.ends.setdefault(tuple(tokens[end - n : end]), []).append(end)
+    def follow(self, length: int, n: int) -> None:
+        """Index the first `length` tokens."""
+        for end in range(max(self.known + 1, n), length + 1):
+            self.ends.setdefault(tuple(self.tokens[end - n : end]), []).append(end)
+        self.known = max(self.known, length)
 
 
 class Lookup:
@@ -47,23 +44,26 @@ class Lookup:
         self._grams.pop(session, None)
 
     def _one(self, wish: Wish) -> list[int]:
-        tokens = wish.tokens
-        if len(tokens) <= self._n:
+        tokens, length = wish.tokens, wish.length
+        if length <= self._n:
             return []
-        grams = self._grams.setdefault(wish.session, _Grams())
-        grams.follow(tokens, self._n)
-        ends = [e for e in grams.ends.get(tuple(tokens[-self._n :]), [])[-CANDIDATES - 1 :] if e < len(tokens)]
-        if not ends:
+        grams = self._grams.get(wish.session)
+        if grams is None or grams.tokens is not tokens:
+            grams = self._grams[wish.session] = _Grams(tokens)
+        grams.follow(length, self._n)
+        ends = grams.ends.get(tuple(tokens[length - self._n : length]), [])[-CANDIDATES - 1 :]
+        earlier = [e for e in ends if e < length]
+        if not earlier:
             return []
-        best = max(ends, key=lambda end: (_common_suffix(tokens, end), end))
+        best = max(earlier, key=lambda end: (_common_suffix(tokens, end, length), end))
         # A match that overlaps its own continuation is a loop; repeat it as often as drafts are wanted.
-        period = len(tokens) - best
+        period = length - best
         return [tokens[best + i % period] for i in range(wish.k)]
 
 
-def _common_suffix(tokens: Sequence[int], end: int) -> int:
-    """How many tokens before `end` equal the last ones."""
-    length = 0
-    while length < min(end, LONGEST) and tokens[end - 1 - length] == tokens[-1 - length]:
-        length += 1
-    return length
+def _common_suffix(tokens: Sequence[int], end: int, length: int) -> int:
+    """How many tokens before `end` equal those before `length`."""
+    common = 0
+    while common < min(end, LONGEST) and tokens[end - 1 - common] == tokens[length - 1 - common]:
+        common += 1
+    return common
