@@ -125,6 +125,7 @@ def check_gapless(stored: list[Any], count: int) -> None:
     starts = [e.index for e in stored[:-1]]
     assert starts == [sum(len(e.token_ids) for e in stored[:n]) for n in range(len(starts))]
     assert isinstance(stored[-1], Finished)
+    assert stored[-1].usage.completion_tokens == count
     assert not any(isinstance(e, Finished | Failed) for e in stored[:-1])
 
 
