@@ -109,9 +109,9 @@ class Loader:
         on_producers: Callable[[set[str]], None],
     ) -> None:
         """Have the missing blocks computed elsewhere and pull each as it appears. Gives up without progress."""
-        progress, asked = time.monotonic(), False
+        progress, asked, again = time.monotonic(), False, False
         while (have := sequence.computed // self._block_size) < wanted:
-            if not asked and not await self._publish_job(sequence, wanted, budget_s):
+            if not asked and not await self._publish_job(sequence, wanted, budget_s, again):
                 return
             present = await self._follower.wait(sequence.names[have:wanted], POLL_S)
             if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
@@ -120,7 +120,7 @@ class Loader:
             if sequence.epoch != epoch:
                 return
             # Asked again while nothing comes: the job may be gone, with its worker or with another's cancel.
-            asked = sequence.computed // self._block_size > have
+            asked, again = sequence.computed // self._block_size > have, True
             if asked:
                 progress = time.monotonic()
             elif time.monotonic() - progress > self._settings.prefill_patience_s or not self._prefill_alive():
@@ -128,7 +128,7 @@ class Loader:
                 log.info("no prefill; computing here", request=sequence.id, missing=sequence.remaining)
                 return
 
-    async def _publish_job(self, sequence: Sequence, wanted: int, budget_s: float) -> bool:
+    async def _publish_job(self, sequence: Sequence, wanted: int, budget_s: float, again: bool) -> bool:
         # When it has waited so long for a prefill worker, this worker will have given up on it.
         useful_s = min(budget_s, 2 * self._settings.prefill_patience_s)
         job = PrefillJob(
@@ -144,7 +144,7 @@ class Loader:
             )
             self._counters["prefill_jobs"] += 1
         except SequenceConflict:
-            self._counters["prefill_joined"] += 1  # the same prefix is being computed already
+            self._counters["prefill_joined"] += int(not again)  # the same prefix is being computed already
         except (BusError, TooLarge) as error:
             log.info("prefill job not published; computing here", request=sequence.id, error=str(error))
             return False
