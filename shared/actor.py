@@ -21,7 +21,7 @@ from shared.errors import BusError, ConfigError, RequestError
 from shared.messages import Beat, Identity, Load
 from shared.peers import Peers
 from shared.subjects import Subjects
-from shared.telemetry import Counters
+from shared.telemetry import Counters, rarely
 
 T = TypeVar("T")
 Role = Literal["prefill", "decode", "drafter"]
@@ -190,7 +190,8 @@ class Actor:
             beat = decode(message.data, Beat)
         except RequestError as error:
             self.counters["bad_messages"] += 1
-            self.log.warning("bad beat", error=str(error))
+            if rarely(self.counters["bad_messages"]):
+                self.log.warning("bad beat", error=str(error), so_far=self.counters["bad_messages"])
             return
         if beat.worker == self.worker:
             return

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from shared.errors import BadMessage, InvalidField, TooLarge, UnsupportedVersion
 from shared.messages import PROTOCOL_VERSION, Event, Failed, Finished, Generate, Message, Tokens
@@ -98,4 +99,11 @@ def _raise(error: ValidationError, data: dict[str, Any] | None) -> NoReturn:
         raise UnsupportedVersion(f"protocol version {version!r:.20}; this worker speaks {PROTOCOL_VERSION}", field="v")
     path = [str(p)[:MAX_PATH] for p in first["loc"]]
     field = ".".join(path[:3]) or None
-    raise InvalidField(f"{field or 'message'}: {first['msg']}", field=field)
+    raise InvalidField(f"{field or 'message'}: {reason(first)}", field=field)
+
+
+def reason(error: ErrorDetails) -> str:
+    """What pydantic found wrong, in words for somebody who does not know pydantic."""
+    if error["type"] == "extra_forbidden":
+        return "there is no such field"
+    return error["msg"].removeprefix("Value error, ")

@@ -132,12 +132,12 @@ ALL_BEATS = "trine.*.beat.*.*"
 
 
 def model_of(subject: str) -> str:
-    """The model id in any subject spelled here."""
+    """The model id in any subject spelled here. Raises ValueError for a token that spells no text."""
     return text(subject.split(".")[1])
 
 
 def last(subject: str) -> str:
-    """The id in the last token of a subject."""
+    """The id in the last token of a subject. Raises ValueError for a token that spells no text."""
     return text(subject.rsplit(".", 1)[1])
 
 

@@ -12,6 +12,20 @@ Counters = Counter[str]
 """Monotonic event counts of one worker, published in its beat."""
 
 
+def rarely(count: int) -> bool:
+    """True for 1, 2, 4, 8 …: says often enough what anybody could make happen all the time."""
+    return count & (count - 1) == 0
+
+
+def to_stderr() -> None:
+    """For programs that only use the client and have not set up structlog: warnings, and not on their stdout."""
+    if not structlog.is_configured():
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        )
+
+
 def configure(level: str = "info", format: str = "auto", **bound: str) -> None:
     """Set up logging for this process. `bound` (role, worker) goes on every line."""
     human = format == "console" or (format == "auto" and sys.stderr.isatty())

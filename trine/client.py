@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, TypedDict, Unpack
 
+from shared import telemetry
 from shared.bus.base import Bus
 from shared.config import Settings
 from shared.errors import BusDisconnected
@@ -50,6 +51,7 @@ class Client:
         self._live: set[Stream] = set()
 
     async def __aenter__(self) -> Client:
+        telemetry.to_stderr()
         if self._bus is None:
             from shared.bus.nats import NatsBus
 

@@ -40,7 +40,6 @@ class EventMerger:
         """Highest attempt seen."""
         self._marks = {0: 0}
         self._pending: list[Tokens] = []  # by index, of equal ones the higher attempt first
-        self._starts: dict[int, int] = {}  # attempt -> lowest index it sent
         self._end: Finished | Failed | None = None
 
     @property
@@ -52,48 +51,43 @@ class EventMerger:
     def missing(self) -> bool:
         """Something beyond what has been delivered is known to exist; the event stream has it."""
         have = len(self.token_ids)
-        if isinstance(self._end, Finished) and have < self._end.usage.completion_tokens:
-            return True
+        if isinstance(self._end, Finished):
+            return have < self._end.usage.completion_tokens
         return any(_end(event) > have for event in self._pending)
 
-    def feed(self, event: Tokens | Finished | Failed) -> list[Delta]:
-        """What this event makes deliverable. Raises Unavailable when it contradicts what was delivered before."""
-        if isinstance(event, Tokens):
-            self._hold(event)
-        elif event.attempt >= self.attempt:
-            self._end = event
+    def feed(self, event: Tokens | Finished | Failed, *, stored: bool = False) -> list[Delta]:
+        """What this event makes deliverable. Raises Unavailable when it contradicts what was delivered before.
+
+        `stored`: it was read from the event stream, so it counts. A live one may be the word of a worker that has lost
+        the request: the stream refuses it, but whoever listens hears it. Of two attempts the later is then believed.
+        """
+        doubtful = not stored and event.attempt < self.attempt
         self.attempt = max(self.attempt, event.attempt)
-        return self._release()
+        if isinstance(event, Tokens):
+            if len(self._pending) < MAX_PENDING:
+                insort(self._pending, event, key=lambda e: (e.index, -e.attempt))
+        elif not doubtful:
+            self._end = event
+        return self._release(stored)
 
-    def _hold(self, event: Tokens) -> None:
-        self._starts[event.attempt] = min(event.index, self._starts.get(event.attempt, event.index))
-        if len(self._pending) < MAX_PENDING:
-            insort(self._pending, event, key=lambda e: (e.index, -e.attempt))
-
-    def _release(self) -> list[Delta]:
+    def _release(self, stored: bool) -> list[Delta]:
         deltas: list[Delta] = []
-        while True:
-            held = [event for event in self._pending if not self._superseded(event)]
-            ready = [event for event in held if self._usable(event)]
-            self._pending = [event for event in held if not self._usable(event)]
-            if not ready:
-                break
-            deltas += [self._apply(event) for event in ready]
+        while ready := [event for event in self._pending if self._usable(event)]:
+            self._pending = [event for event in self._pending if not self._usable(event)]
+            deltas += [self._apply(event, stored) for event in ready]
         return [delta for delta in deltas if delta.token_ids or delta.text]
-
-    def _superseded(self, event: Tokens) -> bool:
-        """It reaches past the place where a later attempt took over: its worker wrote on after losing the request."""
-        return any(attempt > event.attempt and start < _end(event) for attempt, start in self._starts.items())
 
     def _usable(self, event: Tokens) -> bool:
         return event.index in self._marks and event.index <= len(self.token_ids)
 
-    def _apply(self, event: Tokens) -> Delta:
+    def _apply(self, event: Tokens, stored: bool) -> Delta:
         have, end = len(self.token_ids), _end(event)
         known = self.token_ids[event.index : end]
         whole = self.text[: self._marks[event.index]] + event.text
         grows = end >= have and whole.startswith(self.text)
         if event.token_ids[: len(known)] != known or not (grows or self.text.startswith(whole)):
+            if not stored and event.attempt < self.attempt:
+                return Delta("", (), have)
             raise Unavailable(
                 f"attempt {event.attempt} contradicts, from token {event.index} on, what was delivered before"
             )

@@ -166,7 +166,7 @@ class Stream:
             event = decode_event(message.data)
         except RequestError:
             return []  # anybody may publish here
-        return self._merger.feed(event) if event.id == self.id else []
+        return self._merger.feed(event, stored=isinstance(message, Stored)) if event.id == self.id else []
 
     async def _catch_up(self) -> list[Delta]:
         """Read what the event stream has beyond what was read of it before; all of it while something is missing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.bus.base import Bus
-from shared.codec import encode
+from shared.codec import encode, reason
 from shared.errors import (
     BusDisconnected,
     BusError,
@@ -30,6 +32,8 @@ from trine.beats import listen
 
 DEFAULT_DEADLINE_S = 600.0
 APPEND_S = 5.0
+PATIENCE_S = 10.0  # an outage at the moment of asking that is longer is the caller's to handle
+RETRY_S = 0.25
 BEATS_S = 1.5
 
 
@@ -58,7 +62,7 @@ def prepare(model: str, priority: str, id: str | None, fields: Mapping[str, Any]
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = ".".join(str(part) for part in first["loc"][:3]) or None
-        raise InvalidField(f"{field or 'request'}: {first['msg']}", field=field) from None
+        raise InvalidField(f"{field or 'request'}: {reason(first)}", field=field) from None
     except UnicodeEncodeError as error:
         raise InvalidField(f"text that is not Unicode: {error.reason}") from None
     limit = min(Generate.max_bytes, max_payload)
@@ -83,19 +87,21 @@ async def submit(bus: Bus, ask: Ask) -> int | None:
 
 
 async def _append(bus: Bus, subject: str, ask: Ask) -> int | None:
-    """One retry when the ack is lost; the message id makes the second try harmless."""
-    try:
-        return await bus.append(subject, ask.data, message_id=ask.id, timeout=APPEND_S)
-    except SequenceConflict:
-        message = f"request id {ask.id!r} was used a moment ago; choose another one"
-        raise DuplicateRequest(message, field="id") from None
-    except BusDisconnected:
-        if not bus.connected:
-            raise
-    try:
-        return await bus.append(subject, ask.data, message_id=ask.id, timeout=APPEND_S)
-    except SequenceConflict:
-        return None  # the first try did arrive
+    """Retries while NATS is away for a moment; the message id makes a second try harmless."""
+    started, tried = time.monotonic(), False
+    while True:
+        try:
+            return await bus.append(subject, ask.data, message_id=ask.id, timeout=APPEND_S)
+        except SequenceConflict:
+            if tried:
+                return None  # an earlier try did arrive
+            message = f"request id {ask.id!r} was used a moment ago; choose another one"
+            raise DuplicateRequest(message, field="id") from None
+        except BusDisconnected:
+            if time.monotonic() - started > PATIENCE_S:
+                raise
+            tried = True
+            await asyncio.sleep(RETRY_S)
 
 
 async def _unknown(bus: Bus, model: str) -> str:

@@ -259,7 +259,11 @@ class DecodeWorker(Actor):
         self.scheduler.end(request.sequence)
 
     async def _on_cancel(self, message: Incoming) -> None:
-        request_id = last(message.subject)
+        try:
+            request_id = last(message.subject)
+        except ValueError:  # anybody may publish here
+            self.counters["bad_messages"] += 1
+            return
         self._intake.cancels.note(request_id, time.monotonic())
         if (request := self._requests.get(request_id)) is not None:
             self.counters["cancelled"] += 1

@@ -30,7 +30,10 @@ class Unrouted:
         await self._bus.subscribe(ALL_REQUESTS, self._on_request, queue=QUEUE)
 
     async def _on_request(self, message: Incoming) -> None:
-        model = model_of(message.subject)
+        try:
+            model = model_of(message.subject)
+        except ValueError:
+            return  # no model has a name that is not text
         if model == self._subjects.model:
             return
         try:

@@ -68,7 +68,7 @@ class DrafterWorker(Actor):
         return self._vocabulary
 
     def load(self) -> Load:
-        return Load(running=len(self._sessions), waiting=len(self._pending))
+        return Load(running=int(self._busy), waiting=len(self._pending))
 
     async def setup(self) -> None:
         await self.bus.subscribe(self.subjects.draft(self.worker), self._on_ask)

@@ -212,7 +212,11 @@ class PrefillWorker(Actor):
         self._notify()
 
     async def _on_cancel(self, message: Incoming) -> None:
-        request_id = last(message.subject)
+        try:
+            request_id = last(message.subject)
+        except ValueError:  # anybody may publish here
+            self.counters["bad_messages"] += 1
+            return
         self._cancels.note(request_id, time.monotonic())
         for running in list(self._running.values()):
             if running.request_id == request_id:

@@ -53,6 +53,7 @@ def load(folder: Path, layers: int | None = None) -> Model:
     Raises ModelError for weights that cannot be read and for models that would not run exactly.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it lists layers left out on purpose
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:

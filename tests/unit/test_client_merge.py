@@ -127,6 +127,31 @@ def test_a_replaced_worker_that_writes_on_is_ignored() -> None:
     assert merger.terminal is None and merger.text == "ab"
 
 
+def test_words_of_an_attempt_that_the_stream_refused_do_not_hide_what_is_stored() -> None:
+    """Attempt 2 was heard live but fenced off; attempt 1 went on, in other pieces, and ended the answer."""
+    merger = EventMerger()
+    merger.feed(tokens(0, [0, 1, 2], "abc"))
+    merger.feed(tokens(3, [3, 4], "de", attempt=2))
+    chain: list[Tokens | Finished] = [
+        tokens(0, [0, 1, 2], "abc"),
+        tokens(3, [3, 4, 5, 6], "defg"),
+        tokens(7, [7], "h"),
+        finished(8),
+    ]
+    assert merger.feed(chain[-1]) == []  # live and of a lower attempt: not believed yet
+    for event in chain:
+        merger.feed(event, stored=True)
+    assert merger.text == "abcdefgh" and merger.terminal is not None
+
+
+def test_a_stored_contradiction_is_an_error_not_a_mixture() -> None:
+    merger = EventMerger()
+    merger.feed(tokens(0, [0], "a"))
+    merger.feed(tokens(1, [9], "z", attempt=2))
+    with pytest.raises(Unavailable, match="contradicts"):
+        merger.feed(tokens(1, [1], "b"), stored=True)
+
+
 def test_a_later_attempt_that_says_something_else_is_an_error_not_a_mixture() -> None:
     merger = EventMerger()
     merger.feed(tokens(0, [1, 2], "ab"))
