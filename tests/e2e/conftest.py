@@ -9,6 +9,8 @@ import pytest
 from shared.config import DEFAULT_MODEL
 from shared.engine.engine import Engine
 from shared.engine.weights import resolve
+from shared.tokenizer import Tokenizer
+from tests.e2e.gold import Gold
 from trine.prepare import prepare
 from trine.supervisor import Fleet
 
@@ -30,3 +32,14 @@ def stack() -> Iterator[Fleet]:
     with fleet:
         fleet.wait_ready(180)
         yield fleet
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(resolve(DEFAULT_MODEL))
+
+
+@pytest.fixture(scope="session")
+def gold() -> Gold:
+    """The default model as plain `transformers` runs it."""
+    return Gold(resolve(DEFAULT_MODEL))

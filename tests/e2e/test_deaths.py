@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from shared.engine.weights import resolve
 from shared.errors import TrineError
 from shared.messages import ChatMessage
 from shared.tokenizer import Tokenizer
@@ -21,16 +19,6 @@ from trine.supervisor import Fleet
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 CONTEXT = " ".join(f"Item {n}: the box on shelf {n % 7} holds {n * 3} bolts." for n in range(40))
-
-
-@pytest.fixture(scope="module")
-def gold() -> Gold:
-    return Gold(resolve("smollm2-135m-instruct"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(Path(resolve("smollm2-135m-instruct")))
 
 
 @pytest.fixture(scope="module")

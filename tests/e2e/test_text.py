@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
-from shared.engine.weights import resolve
 from shared.messages import ChatMessage, Sampling
 from shared.tokenizer import Tokenizer
 from tests.e2e.gold import Gold, check
@@ -21,21 +19,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(420)]
 AT_ONCE = 15
 # Drafts that are often right and arrive in time, so that accepting, rejecting and rolling back all happen.
 EAGER = {"TRINE_DRAFT_SOURCE": "model", "TRINE_DRAFTER_LAYERS": "24"}
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return resolve("smollm2-135m-instruct")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder)
-
-
-@pytest.fixture(scope="module")
-def gold(folder: Path) -> Gold:
-    return Gold(folder)
 
 
 @pytest.fixture(scope="module")
