@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar, Literal, TypeVar
@@ -76,6 +76,10 @@ class Actor:
 
     def vocabulary(self) -> str:
         return ""
+
+    def more_counters(self) -> Mapping[str, int]:
+        """Counts kept by this worker's parts, for the beat."""
+        return {}
 
     def load(self) -> Load:
         return Load()
@@ -170,7 +174,7 @@ class Actor:
             identity=self.identity(),
             vocabulary=self.vocabulary(),
             draining=self.draining.is_set(),
-            counters={**self.counters, **{k: v for k, v in self.bus.counters.items() if v}},
+            counters={**self.counters, **{k: v for k, v in self.bus.counters.items() if v}, **self.more_counters()},
             load=self.load(),
         )
 

@@ -12,9 +12,7 @@ from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Sequence
 from shared.bus.base import Bus
 from shared.cache.fetch import fetch
-from shared.cache.follower import IndexFollower
-from shared.cache.index import PrefixIndex
-from shared.cache.store import BlockStore
+from shared.cache.prefix import PrefixCache
 from shared.codec import encode
 from shared.engine.base import StepEngine
 from shared.errors import BusError, SequenceConflict, TooLarge
@@ -41,9 +39,7 @@ class Loader:
         subjects: Subjects,
         scheduler: DecodeScheduler,
         engine: StepEngine,
-        store: BlockStore,
-        index: PrefixIndex,
-        follower: IndexFollower,
+        cache: PrefixCache,
         peers: Peers,
         counters: Counters,
     ) -> None:
@@ -53,9 +49,7 @@ class Loader:
         self._subjects = subjects
         self._scheduler = scheduler
         self._engine = engine
-        self._store = store
-        self._index = index
-        self._follower = follower
+        self._cache = cache
         self._peers = peers
         self._counters = counters
         self._block_size = engine.info.block_size
@@ -70,7 +64,7 @@ class Loader:
         epoch = sequence.epoch
         wanted = (len(sequence.tokens) - 1) // self._block_size
         have = sequence.computed // self._block_size
-        await self._fetch(sequence, epoch, have + self._index.longest(sequence.names[have:wanted]))
+        await self._fetch(sequence, epoch, have + self._cache.index.longest(sequence.names[have:wanted]))
         if sequence.epoch != epoch:
             return
         if sequence.cached_tokens is None:
@@ -98,7 +92,7 @@ class Loader:
             self._scheduler.filled(sequence, first + index)
             return True
 
-        return await fetch(self._store, [sequence.meta(i, self._block_size) for i in range(first, upto)], take)
+        return await fetch(self._cache.store, [sequence.meta(i, self._block_size) for i in range(first, upto)], take)
 
     async def _prefill_remotely(
         self,
@@ -113,7 +107,7 @@ class Loader:
         while (have := sequence.computed // self._block_size) < wanted:
             if not asked and not await self._publish_job(sequence, wanted, budget_s, again):
                 return
-            present = await self._follower.wait(sequence.names[have:wanted], POLL_S)
+            present = await self._cache.follower.wait(sequence.names[have:wanted], POLL_S)
             if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
                 return
             on_producers(await self._fetch(sequence, epoch, have + present))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 
@@ -15,17 +15,16 @@ from services.decode.loading import Loader
 from services.decode.refusal import Refusals
 from services.decode.request import Request
 from services.decode.scheduler import DecodeScheduler
-from services.decode.sequence import Outcome, Work
+from services.decode.sequence import Outcome, Sequence
 from services.decode.speculation import DraftBook
+from services.decode.steps import Steps
 from services.decode.unrouted import Unrouted
 from shared.actor import Actor
 from shared.bus.base import Bus, ConsumerSpec, Incoming, Job, StreamSpec
 from shared.bus.settle import settle
 from shared.cache import naming
 from shared.cache.blocks import BlockAllocator
-from shared.cache.follower import IndexFollower
-from shared.cache.publisher import BlockPublisher
-from shared.cache.store import StreamBlockStore, block_stream, index_for
+from shared.cache.prefix import PrefixCache
 from shared.engine.base import StepEngine
 from shared.errors import ContextLengthExceeded, DeadlineExceeded, TrineError
 from shared.lifecycle import Phase
@@ -67,11 +66,7 @@ class DecodeWorker(Actor):
             max_running=settings.max_running,
             step_tokens=settings.step_tokens,
         )
-        self._block_stream = block_stream(self.subjects, settings.cache_bytes)
-        index = index_for(bulk, engine.identity)
-        self._follower = IndexFollower(bulk, self.subjects, index, self._block_stream)
-        self._store = StreamBlockStore(bulk, self.subjects, engine.identity, index)
-        self._publisher = BlockPublisher(allocator, self._store, index, engine.read_block, worker)
+        self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, allocator, worker)
         self._loader = Loader(
             settings,
             TENANT,
@@ -79,9 +74,7 @@ class DecodeWorker(Actor):
             subjects=self.subjects,
             scheduler=self.scheduler,
             engine=engine,
-            store=self._store,
-            index=index,
-            follower=self._follower,
+            cache=self._cache,
             peers=self.peers,
             counters=self.counters,
         )
@@ -109,6 +102,7 @@ class DecodeWorker(Actor):
             refusals=self._refusals,
             ensure_streams=self.try_ensure_streams,
         )
+        self._stepper = Steps(engine, self.scheduler, self.in_engine, self._fail_sequence, self.counters)
         self._unrouted = Unrouted(bus, self.subjects)
 
     # Actor
@@ -118,7 +112,7 @@ class DecodeWorker(Actor):
             request_stream(self.subjects, self.settings),
             prefill_stream(self.subjects),
             event_stream(self.subjects),
-            self._block_stream,
+            self._cache.stream,
         ]
 
     def consumers(self) -> list[ConsumerSpec]:
@@ -130,20 +124,23 @@ class DecodeWorker(Actor):
     def vocabulary(self) -> str:
         return self._info.vocabulary
 
+    def more_counters(self) -> Mapping[str, int]:
+        return self._cache.counters
+
     def load(self) -> Load:
         return Load(
             running=self.scheduler.running, waiting=self.scheduler.waiting, free_blocks=self.allocator.available
         )
 
     async def setup(self) -> None:
-        await self._follower.start()
+        await self._cache.start()
         await self.bus.subscribe(self.subjects.cancels, self._on_cancel)
         await self._unrouted.start()
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {
             "steps": self._steps,
-            "publish": self._publisher.run,
+            "publish": self._cache.publisher.run,
             "holds": self._hold_jobs,
             "deadlines": self._watch_deadlines,
             **{f"intake-{p}": self._intake.loop(p, self.until_bus) for p in PRIORITIES},
@@ -158,8 +155,7 @@ class DecodeWorker(Actor):
         for request in list(self._requests.values()):
             self._forget(request)
             await settle(request.job.nak())
-        await self._follower.close()
-        await self._store.close()
+        await self._cache.close()
 
     # Requests
 
@@ -258,6 +254,9 @@ class DecodeWorker(Actor):
         )
         self.scheduler.end(request.sequence)
 
+    def _fail_sequence(self, sequence: Sequence, error: TrineError) -> None:
+        self._fail(self._requests[sequence.id], error)
+
     async def _on_cancel(self, message: Incoming) -> None:
         try:
             request_id = last(message.subject)
@@ -295,44 +294,15 @@ class DecodeWorker(Actor):
                 self._work = anyio.Event()
                 await self._work.wait()
                 continue
-            await self._step(works)
+            for outcome in await self._stepper.run(works):
+                self._deliver(outcome)
             await self._drafting.ask(self._requests)
-
-    async def _step(self, works: list[Work]) -> None:
-        try:
-            sampled = await self.in_engine(self._engine.step, [w.span for w in works])
-        except Exception as error:
-            self.counters["failed_steps"] += 1
-            self.log.exception("step failed", exc_info=error, requests=[w.sequence.id for w in works])
-            await self._isolate(works)
-            return
-        for outcome in self.scheduler.complete(works, sampled):
-            self._deliver(outcome)
-
-    async def _isolate(self, works: list[Work]) -> None:
-        """Repeat a failed step one sequence at a time, so that only the one to blame is failed."""
-        good: list[Work] = []
-        sampled: list[list[int]] = []
-        for work in works if len(works) > 1 else []:
-            try:
-                sampled += await self.in_engine(self._engine.step, [work.span])
-                good.append(work)
-            except Exception as error:
-                self.log.error("the request that broke the step", request=work.sequence.id, error=repr(error))
-        outcomes = self.scheduler.complete(good, sampled)
-        bad = [w for w in works if w not in good]
-        self.scheduler.abandon(bad)
-        for work in bad:
-            if work.sequence.phase is Phase.READY:
-                self._fail(self._requests[work.sequence.id], TrineError("the model could not run this request"))
-        for outcome in outcomes:
-            self._deliver(outcome)
 
     def _deliver(self, outcome: Outcome) -> None:
         sequence = outcome.sequence
         request = self._requests[sequence.id]
         for index in outcome.filled:
-            self._publisher.offer(sequence.meta(index, self._info.block_size))
+            self._cache.publisher.offer(sequence.meta(index, self._info.block_size))
         if not outcome.tokens:
             return
         if not request.first_token:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import anyio
@@ -16,9 +16,7 @@ from shared.bus.settle import settle
 from shared.cache import naming
 from shared.cache.blocks import BlockAllocator, OutOfBlocks
 from shared.cache.fetch import fetch
-from shared.cache.follower import IndexFollower
-from shared.cache.publisher import BlockPublisher
-from shared.cache.store import StreamBlockStore, block_stream, index_for
+from shared.cache.prefix import PrefixCache
 from shared.cancels import Cancels
 from shared.codec import decode
 from shared.engine.base import StepEngine
@@ -54,11 +52,7 @@ class PrefillWorker(Actor):
         self._scheduler = PrefillScheduler(
             self._allocator, block_size=self._info.block_size, chunk_tokens=settings.chunk_tokens
         )
-        self._block_stream = block_stream(self.subjects, settings.cache_bytes)
-        self._index = index_for(bulk, engine.identity)
-        self._follower = IndexFollower(bulk, self.subjects, self._index, self._block_stream)
-        self._store = StreamBlockStore(bulk, self.subjects, engine.identity, self._index)
-        self._publisher = BlockPublisher(self._allocator, self._store, self._index, engine.read_block, worker)
+        self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self._allocator, worker)
         self._running: dict[int, _Running] = {}
         self._cancels = Cancels()
         self._changed = anyio.Event()
@@ -66,7 +60,7 @@ class PrefillWorker(Actor):
     # Actor
 
     def streams(self) -> list[StreamSpec]:
-        return [prefill_stream(self.subjects), self._block_stream]
+        return [prefill_stream(self.subjects), self._cache.stream]
 
     def consumers(self) -> list[ConsumerSpec]:
         return [prefill_consumer(self.subjects, self.settings)]
@@ -77,18 +71,21 @@ class PrefillWorker(Actor):
     def vocabulary(self) -> str:
         return self._info.vocabulary
 
+    def more_counters(self) -> Mapping[str, int]:
+        return self._cache.counters
+
     def load(self) -> Load:
         return Load(running=len(self._running), free_blocks=self._allocator.available)
 
     async def setup(self) -> None:
-        await self._follower.start()
+        await self._cache.start()
         await self.bus.subscribe(self.subjects.cancels, self._on_cancel)
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {
             "intake": self._intake,
             "steps": self._steps,
-            "publish": self._publisher.run,
+            "publish": self._cache.publisher.run,
             "holds": self._hold_jobs,
         }
 
@@ -99,8 +96,7 @@ class PrefillWorker(Actor):
                 await self._changed.wait()
         for running in list(self._running.values()):
             await settle(running.job.nak())
-        await self._follower.close()
-        await self._store.close()
+        await self._cache.close()
 
     # Jobs
 
@@ -174,13 +170,13 @@ class PrefillWorker(Actor):
         if task.ended:
             return
         for index in range(local):  # ours, but perhaps evicted from the shared cache
-            self._publisher.offer(task.meta(index))
+            self._cache.publisher.offer(task.meta(index))
         self._scheduler.start(task)
         self._notify()
 
     async def _fetch(self, task: PrefillTask) -> None:
         first = task.have
-        upto = first + self._index.longest(task.names[first:])
+        upto = first + self._cache.index.longest(task.names[first:])
 
         def take(index: int, data: memoryview) -> bool:
             if task.ended:
@@ -189,11 +185,11 @@ class PrefillWorker(Actor):
             self._scheduler.filled(task, first + index)
             return True
 
-        await fetch(self._store, [task.meta(i) for i in range(first, upto)], take)
+        await fetch(self._cache.store, [task.meta(i) for i in range(first, upto)], take)
 
     async def _finish(self, running: _Running) -> None:
         """Ack when every block is stored, or was given up by the store: then the decode worker computes it."""
-        await self._publisher.settled(running.task.names)
+        await self._cache.publisher.settled(running.task.names)
         await settle(running.job.ack())
         self._forget(running)
         self.counters["jobs_done"] += 1
@@ -260,7 +256,7 @@ class PrefillWorker(Actor):
             return
         for task, filled in self._scheduler.complete(works):
             for index in filled:
-                self._publisher.offer(task.meta(index))
+                self._cache.publisher.offer(task.meta(index))
 
     def _notify(self) -> None:
         self._changed.set()

@@ -1,0 +1,62 @@
+"""Runs the scheduler's plans on the engine, and finds the request to blame when a step fails."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+
+from services.decode.scheduler import DecodeScheduler
+from services.decode.sequence import Outcome, Sequence, Work
+from shared.engine.base import StepEngine
+from shared.errors import TrineError
+from shared.lifecycle import Phase
+from shared.telemetry import Counters
+
+log = structlog.get_logger()
+
+
+class Steps:
+    """`in_engine` runs a blocking call in the engine thread; `fail` ends a sequence's request with an error."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        scheduler: DecodeScheduler,
+        in_engine: Callable[..., Awaitable[Any]],
+        fail: Callable[[Sequence, TrineError], None],
+        counters: Counters,
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._in_engine = in_engine
+        self._fail = fail
+        self._counters = counters
+
+    async def run(self, works: list[Work]) -> list[Outcome]:
+        """One step. A failed one is repeated one sequence at a time, so that only the one to blame is failed."""
+        try:
+            sampled = await self._in_engine(self._engine.step, [w.span for w in works])
+        except Exception as error:
+            self._counters["failed_steps"] += 1
+            log.exception("step failed", exc_info=error, requests=[w.sequence.id for w in works])
+            return await self._isolate(works)
+        return self._scheduler.complete(works, sampled)
+
+    async def _isolate(self, works: list[Work]) -> list[Outcome]:
+        good: list[Work] = []
+        sampled: list[list[int]] = []
+        for work in works if len(works) > 1 else []:
+            try:
+                sampled += await self._in_engine(self._engine.step, [work.span])
+                good.append(work)
+            except Exception as error:
+                log.error("the request that broke the step", request=work.sequence.id, error=repr(error))
+        outcomes = self._scheduler.complete(good, sampled)
+        bad = [w for w in works if w not in good]
+        self._scheduler.abandon(bad)
+        for work in bad:
+            if work.sequence.phase is Phase.READY:
+                self._fail(work.sequence, TrineError("the model could not run this request"))
+        return outcomes
