@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar, Literal, TypeVar
@@ -107,15 +107,15 @@ class Actor:
         finally:
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _logged(self, function: Callable[..., Awaitable[object]], args: Sequence[object] = ()) -> None:
+    async def _logged(self, name: str, task: Callable[[], Awaitable[object]]) -> None:
         try:
-            await function(*args)
+            await task()
         except Exception:
-            self.log.exception("task died; stopping", task=getattr(function, "__name__", repr(function)))
+            self.log.exception("task died; stopping", task=name)
             raise
 
     async def _guard(self, name: str, task: Callable[[], Awaitable[None]]) -> None:
-        await self._logged(task)
+        await self._logged(name, task)
         if not self.draining.is_set():
             self.log.error("side task ended; stopping", task=name)
             raise SideTaskEnded(name)
@@ -124,7 +124,7 @@ class Actor:
         """Run a task of this worker beside the others; it ends with the worker, and an error in it ends the worker."""
         if self._group is None:
             raise RuntimeError("the worker is not running")
-        self._group.start_soon(self._logged, function, args)
+        self._group.start_soon(self._logged, function.__qualname__, partial(function, *args))
 
     async def in_engine(self, function: Callable[..., T], *args: object) -> T:
         """Run a blocking forward pass in this worker's one engine thread. Cancellation waits for it to end."""
@@ -134,15 +134,12 @@ class Actor:
             await asyncio.wait([future])
         return future.result()
 
-    async def until_bus(self, action: Callable[[], Awaitable[T]], deadline_s: float = float("inf")) -> T:
+    async def until_bus(self, action: Callable[[], Awaitable[T]]) -> T:
         """Repeat `action` until the bus lets it through; re-creates streams that went away with a restarted server."""
-        started = time.monotonic()
         while True:
             try:
                 return await action()
             except BusError as error:
-                if time.monotonic() - started > deadline_s:
-                    raise
                 self.counters["bus_retries"] += 1
                 self.log.debug("bus trouble; retrying", error=str(error))
                 await anyio.sleep(RETRY_S)

@@ -49,6 +49,7 @@ class Intake:
         serve: Callable[[Request], None],
         adopt: Callable[[Job], bool],
         refusals: Refusals,
+        cancels: Cancels,
         ensure_streams: Callable[[], Awaitable[None]],
     ) -> None:
         self._settings = settings
@@ -62,9 +63,9 @@ class Intake:
         self._serve = serve
         self._adopt = adopt
         self._refusals = refusals
+        self._cancels = cancels
         self._ensure_streams = ensure_streams
         self._room = anyio.Event()
-        self.cancels = Cancels()
         self._dry: set[str] = set()  # priorities whose queue is empty: a pull waits for the next message
         self.closed = False
 
@@ -148,7 +149,7 @@ class Intake:
             await settle(job.ack())
         elif history.foreign:
             await self._refusals.duplicate(job, generate.id)
-        elif self.cancels.covers(generate.id, time.monotonic() - job.age):
+        elif self._cancels.covers(generate.id, time.monotonic() - job.age):
             await self._refusals.cancelled(job, generate, len(history.tokens))
         else:
             return self._request(generate, job, priority, prompt, history, deadline)

@@ -46,13 +46,7 @@ class Refusals:
         self._counters[f"refused_{error.code}"] += 1
         request_id = request_id or readable_id(job.data)
         log.info("request refused", request=request_id, code=error.code, error=error.message)
-        event = Failed(
-            id=request_id or f"seq-{job.seq}",
-            attempt=job.delivered,
-            code=error.code,
-            message=error.message,
-            field=error.field,
-        )
+        event = failed(request_id or f"seq-{job.seq}", job.delivered, error)
         await self._answer(job, event, request_id)
 
     async def duplicate(self, job: Job, request_id: str) -> None:
@@ -87,6 +81,11 @@ class Refusals:
         except Exception:
             log.exception("refusal cannot be delivered; the request is dropped", seq=job.seq)
         await settle(job.term())
+
+
+def failed(request_id: str, attempt: int, error: TrineError) -> Failed:
+    """The event that tells a client of an error."""
+    return Failed(id=request_id, attempt=attempt, code=error.code, message=error.message, field=error.field)
 
 
 def readable_id(data: bytes) -> str | None:

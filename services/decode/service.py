@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import anyio
 
@@ -12,32 +12,32 @@ from services.decode.drafting import Drafting
 from services.decode.events import Outcome as Written
 from services.decode.intake import Intake
 from services.decode.loading import Loader
-from services.decode.refusal import Refusals
+from services.decode.refusal import Refusals, failed
 from services.decode.request import Request
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome, Sequence
 from services.decode.speculation import DraftBook
 from services.decode.steps import Steps
 from services.decode.unrouted import Unrouted
-from shared.actor import Actor
-from shared.bus.base import Bus, ConsumerSpec, Incoming, Job, StreamSpec
+from shared.bus.base import Bus, ConsumerSpec, Job, StreamSpec
 from shared.bus.settle import settle
 from shared.cache import naming
 from shared.cache.blocks import BlockAllocator
 from shared.cache.prefix import PrefixCache
 from shared.engine.base import StepEngine
 from shared.errors import ContextLengthExceeded, DeadlineExceeded, TrineError
+from shared.job_actor import JobActor
 from shared.lifecycle import Phase
-from shared.messages import Failed, Finished, Identity, Load
+from shared.messages import Finished, Identity, Load
 from shared.streams import event_stream, prefill_stream, request_consumers, request_stream
-from shared.subjects import PRIORITIES, last
+from shared.subjects import PRIORITIES
 from shared.tokenizer import Tokenizer
 
 TENANT = "default"
 TICK_S = 0.25
 
 
-class DecodeWorker(Actor):
+class DecodeWorker(JobActor):
     role = "decode"
 
     def __init__(
@@ -52,21 +52,19 @@ class DecodeWorker(Actor):
         super().__init__(settings, bus, worker)
         self._engine = engine
         self._info = engine.info
-        self._drain_s = settings.drain_s
         self._requests: dict[str, Request] = {}
         self._work = anyio.Event()
         self._left = anyio.Event()
         root = naming.root(engine.identity, TENANT)
-        allocator = BlockAllocator(self._info.kv_blocks, self._info.block_size)
-        self.allocator = allocator
+        self.allocator = BlockAllocator(self._info.kv_blocks, self._info.block_size)
         self.scheduler = DecodeScheduler(
-            allocator,
+            self.allocator,
             block_size=self._info.block_size,
             context_length=self._info.context_length,
             max_running=settings.max_running,
             step_tokens=settings.step_tokens,
         )
-        self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, allocator, worker)
+        self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self.allocator, worker)
         self._loader = Loader(
             settings,
             TENANT,
@@ -100,6 +98,7 @@ class DecodeWorker(Actor):
             serve=self._serve,
             adopt=self._adopt,
             refusals=self._refusals,
+            cancels=self.cancels,
             ensure_streams=self.try_ensure_streams,
         )
         self._stepper = Steps(engine, self.scheduler, self.in_engine, self._fail_sequence, self.counters)
@@ -134,14 +133,14 @@ class DecodeWorker(Actor):
 
     async def setup(self) -> None:
         await self._cache.start()
-        await self.bus.subscribe(self.subjects.cancels, self._on_cancel)
+        await super().setup()
         await self._unrouted.start()
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {
+            **super().side_tasks(),
             "steps": self._steps,
             "publish": self._cache.publisher.run,
-            "holds": self._hold_jobs,
             "deadlines": self._watch_deadlines,
             **{f"intake-{p}": self._intake.loop(p, self.until_bus) for p in PRIORITIES},
         }
@@ -149,7 +148,7 @@ class DecodeWorker(Actor):
     async def drain(self) -> None:
         """Take nothing new, finish what runs; what does not end in time goes back and is continued elsewhere."""
         self._intake.closed = True
-        with anyio.move_on_after(self._drain_s):
+        with anyio.move_on_after(self.settings.drain_s):
             while self._requests:
                 await self._left.wait()
         for request in list(self._requests.values()):
@@ -243,37 +242,20 @@ class DecodeWorker(Actor):
     def _fail(self, request: Request, error: TrineError) -> None:
         self.counters[f"failed_{error.code}"] += 1
         self.log.warning("request failed", request=request.id, code=error.code, error=error.message)
-        request.events.end(
-            Failed(
-                id=request.id,
-                attempt=request.job.delivered,
-                code=error.code,
-                message=error.message,
-                field=error.field,
-            )
-        )
+        request.events.end(failed(request.id, request.job.delivered, error))
         self.scheduler.end(request.sequence)
 
     def _fail_sequence(self, sequence: Sequence, error: TrineError) -> None:
         self._fail(self._requests[sequence.id], error)
 
-    async def _on_cancel(self, message: Incoming) -> None:
-        try:
-            request_id = last(message.subject)
-        except ValueError:  # anybody may publish here
-            self.counters["bad_messages"] += 1
-            return
-        self._intake.cancels.note(request_id, time.monotonic())
+    def held(self) -> Iterable[Job]:
+        return (request.job for request in self._requests.values())
+
+    async def cancel(self, request_id: str) -> None:
         if (request := self._requests.get(request_id)) is not None:
             self.counters["cancelled"] += 1
             self._finish(request, "cancelled")
             self._wake()
-
-    async def _hold_jobs(self) -> None:
-        while True:
-            await anyio.sleep(self.settings.ack_wait_s / 3)
-            for request in list(self._requests.values()):
-                await settle(request.job.hold())
 
     async def _watch_deadlines(self) -> None:
         while True:

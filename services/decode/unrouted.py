@@ -6,11 +6,10 @@ import json
 
 import structlog
 
-from services.decode.refusal import readable_id
+from services.decode.refusal import failed, readable_id
 from shared.bus.base import Bus, Incoming
 from shared.codec import encode, format_of
-from shared.errors import BusError
-from shared.messages import Failed
+from shared.errors import BusError, UnknownModel
 from shared.subjects import ALL_REQUESTS, Subjects, model_of
 
 QUEUE = "trine-unrouted"  # one worker of the whole fleet answers
@@ -47,10 +46,6 @@ class Unrouted:
         if message.reply:
             await self._bus.publish(message.reply, NO_SUCH_STREAM)
         if (request_id := readable_id(message.data)) is not None:
-            event = Failed(
-                id=request_id,
-                code="unknown_model",
-                message=f"no worker serves {model!r:.80}; this fleet serves {self._subjects.model!r}",
-                field="model",
-            )
+            told = f"no worker serves {model!r:.80}; this fleet serves {self._subjects.model!r}"
+            event = failed(request_id, 1, UnknownModel(told, field="model"))
             await self._bus.publish(Subjects(model).events(request_id), encode(event, format_of(message.data)))

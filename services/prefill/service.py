@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import anyio
 
 from services.prefill.config import PrefillSettings
 from services.prefill.scheduler import PrefillScheduler, PrefillTask, PrefillWork
-from shared.actor import Actor
-from shared.bus.base import Bus, ConsumerSpec, Incoming, Job, StreamSpec
+from shared.bus.base import Bus, ConsumerSpec, Job, StreamSpec
 from shared.bus.settle import settle
 from shared.cache import naming
 from shared.cache.blocks import BlockAllocator, OutOfBlocks
 from shared.cache.fetch import fetch
 from shared.cache.prefix import PrefixCache
-from shared.cancels import Cancels
 from shared.codec import decode
 from shared.engine.base import StepEngine
 from shared.errors import InvalidField, RequestError
+from shared.job_actor import JobActor
 from shared.messages import Identity, Load, PrefillJob
 from shared.streams import prefill_consumer, prefill_stream
-from shared.subjects import last
 
 PULL_S = 5.0
 MAX_DELIVERIES = 3
@@ -40,7 +38,7 @@ class _Running:
     """Blocks that did not have to be computed."""
 
 
-class PrefillWorker(Actor):
+class PrefillWorker(JobActor):
     role = "prefill"
 
     def __init__(self, settings: PrefillSettings, bus: Bus, bulk: Bus, worker: str, engine: StepEngine) -> None:
@@ -54,7 +52,6 @@ class PrefillWorker(Actor):
         )
         self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self._allocator, worker)
         self._running: dict[int, _Running] = {}
-        self._cancels = Cancels()
         self._changed = anyio.Event()
 
     # Actor
@@ -79,14 +76,14 @@ class PrefillWorker(Actor):
 
     async def setup(self) -> None:
         await self._cache.start()
-        await self.bus.subscribe(self.subjects.cancels, self._on_cancel)
+        await super().setup()
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {
+            **super().side_tasks(),
             "intake": self._intake,
             "steps": self._steps,
             "publish": self._cache.publisher.run,
-            "holds": self._hold_jobs,
         }
 
     async def drain(self) -> None:
@@ -129,7 +126,7 @@ class PrefillWorker(Actor):
             self.log.warning("job refused", error=error.message, field=error.field)
             await settle(job.term())
             return
-        if self._cancels.covers(running.request_id, time.monotonic() - job.age):
+        if self.cancels.covers(running.request_id, time.monotonic() - job.age):
             self.counters["cancelled"] += 1
             await settle(job.term())
             return
@@ -207,24 +204,15 @@ class PrefillWorker(Actor):
             del self._running[running.job.seq]
         self._notify()
 
-    async def _on_cancel(self, message: Incoming) -> None:
-        try:
-            request_id = last(message.subject)
-        except ValueError:  # anybody may publish here
-            self.counters["bad_messages"] += 1
-            return
-        self._cancels.note(request_id, time.monotonic())
+    def held(self) -> Iterable[Job]:
+        return (running.job for running in self._running.values())
+
+    async def cancel(self, request_id: str) -> None:
         for running in list(self._running.values()):
             if running.request_id == request_id:
                 self.counters["cancelled"] += 1
                 self._forget(running)
                 await settle(running.job.term())
-
-    async def _hold_jobs(self) -> None:
-        while True:
-            await anyio.sleep(self.settings.ack_wait_s / 3)
-            for running in list(self._running.values()):
-                await settle(running.job.hold())
 
     # Steps
 

@@ -14,14 +14,14 @@ async def fetch(store: BlockStore, wanted: Sequence[BlockMeta], take: Callable[[
     """Get `wanted` in order and hand each to `take(its index, its bytes)`; stops at a miss, or when `take` says False.
 
     `take` is told of a block long after it was asked for: it must look whether its place is still its own. Returns
-    the workers that computed what was taken.
+    the workers that computed what was found.
     """
     producers: set[str] = set()
     for start in range(0, len(wanted), PAGE):
         page = wanted[start : start + PAGE]
         found = await store.get(page)
+        producers |= found.producers
         for index, meta in enumerate(page, start):
             if meta.name not in found or not take(index, found[meta.name]):
                 return producers
-        producers |= found.producers
     return producers

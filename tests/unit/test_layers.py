@@ -21,6 +21,7 @@ NAMED = (
     "shared.config",
     "shared.engine.span",
     "shared.errors",
+    "shared.job_actor",
     "shared.lifecycle",
     "shared.messages",
     "shared.sampling.stopping",

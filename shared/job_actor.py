@@ -1,0 +1,55 @@
+"""An actor that works off a queue: it holds the jobs it has taken, and drops what is cancelled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+import anyio
+
+from shared.actor import Actor
+from shared.bus.base import Bus, Incoming, Job
+from shared.bus.settle import settle
+from shared.cancels import Cancels
+from shared.config import Settings
+from shared.subjects import last
+
+
+class JobActor(Actor):
+    """Subclasses call `super().setup()` and add `super().side_tasks()` to their own."""
+
+    def __init__(self, settings: Settings, bus: Bus, worker: str) -> None:
+        super().__init__(settings, bus, worker)
+        self.cancels = Cancels()
+
+    # What subclasses provide
+
+    def held(self) -> Iterable[Job]:
+        """Jobs that nobody else should get yet."""
+        return ()
+
+    async def cancel(self, request_id: str) -> None:
+        """Drop what is being done for this request, if anything is. Later arrivals are checked by `cancels`."""
+
+    # Life
+
+    async def setup(self) -> None:
+        await self.bus.subscribe(self.subjects.cancels, self._on_cancel)
+
+    def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        return {"holds": self._hold}
+
+    async def _on_cancel(self, message: Incoming) -> None:
+        try:
+            request_id = last(message.subject)
+        except ValueError:  # anybody may publish here
+            self.counters["bad_messages"] += 1
+            return
+        self.cancels.note(request_id, time.monotonic())
+        await self.cancel(request_id)
+
+    async def _hold(self) -> None:
+        while True:
+            await anyio.sleep(self.settings.ack_wait_s / 3)
+            for job in list(self.held()):
+                await settle(job.hold())
