@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from shared.engine.batch import Batch, Group, Tile
-from shared.engine.pool import KVPool
+from shared.engine.codecs.base import PerBlock, PerToken
+from shared.engine.pool import KVPool, LayerKV
 
 NAME = "trine_paged"
 
@@ -81,37 +82,70 @@ class Paged:
 
     def __init__(self, pool: KVPool, batch: Batch) -> None:
         self._pool, self._batch = pool, batch
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, features: Features) -> Tensor:
-        keys, values, batch = self._pool.keys[layer], self._pool.values[layer], self._batch
-        where = (batch.blocks, batch.offsets)
-        keys.index_put_(where, key.transpose(0, 1))
-        values.index_put_(where, value.transpose(0, 1))
-        query = query.transpose(0, 1)
+        kv, batch = self._pool.layers[layer], self._batch
+        key, query = key.transpose(0, 1), query.transpose(0, 1)
+        kv.codec.write_values(kv.views, batch.blocks, batch.offsets, value.transpose(0, 1))
+        raw = self._write_keys(kv, key)
         if len(batch.groups) == 1:
-            return _attend_group(batch.groups[0], query, keys, values, features)
-        return torch.cat([_attend_group(g, query[g.tokens], keys, values, features) for g in batch.groups])
+            return _attend_group(batch.groups[0], query, kv, raw, features)
+        return torch.cat([_attend_group(g, query[g.tokens], kv, raw, features) for g in batch.groups])
+
+    def _write_keys(self, kv: LayerKV, key: Tensor) -> Tensor | None:
+        """key [tokens, kv_heads, k_dim]. The step's raw keys, if the codec seals."""
+        batch, codec = self._batch, kv.codec
+        if isinstance(codec, PerToken):
+            codec.write_keys(kv.views, batch.blocks, batch.offsets, key)
+        if batch.raw is None or not isinstance(codec, PerBlock):
+            return None
+        raw = torch.cat([kv.tail.index_select(0, batch.raw.lead), key])
+        if len(batch.raw.seal_blocks):
+            full = raw.index_select(0, batch.raw.seal_rows).view(-1, self._pool.block_size, *raw.shape[1:])
+            codec.seal_keys(kv.views, batch.raw.seal_blocks, full)
+        self._kept.append((kv.tail, raw.index_select(0, batch.raw.keep_rows)))
+        return raw
+
+    def keep(self) -> None:
+        """The step has succeeded: its raw keys replace older ones. Not before, so that a failed one can be repeated."""
+        if self._batch.raw is not None:
+            for tail, kept in self._kept:
+                tail.index_copy_(0, self._batch.raw.keep_at, kept)
 
 
-def _attend_group(group: Group, query: Tensor, keys: Tensor, values: Tensor, features: Features) -> Tensor:
-    """query [tokens, heads, k_dim]; keys and values: the pool's of this layer → [tokens, heads, v_dim]."""
+def _attend_group(group: Group, query: Tensor, kv: LayerKV, raw: Tensor | None, features: Features) -> Tensor:
+    """query [tokens, heads, k_dim] → [tokens, heads, v_dim]. `raw`: keys that are not sealed, if the codec seals."""
     if group.pick is not None:
         query = query.index_select(0, group.pick)
-    kv_heads, share = keys.shape[2], query.shape[1] // keys.shape[2]
-    gather = group.gather(features.window, share, keys.shape[1], query.dtype)
+    kv_heads, share, block_size = kv.shape.kv_heads, query.shape[1] // kv.shape.kv_heads, kv.views["values"].shape[1]
+    gather = group.gather(features.window, share, block_size, query.dtype)
     # Query heads of one KV head become rows of one matrix: keys and values are read once for all of them.
     query = query.reshape(group.sequences, group.width, kv_heads, share, -1).permute(0, 2, 3, 1, 4)
-    paged_k = keys.index_select(0, gather.blocks).view(group.sequences, -1, *keys.shape[2:]).transpose(1, 2)
-    paged_v = values.index_select(0, gather.blocks).view(group.sequences, -1, *values.shape[2:]).transpose(1, 2)
+
+    def rows(gathered: Tensor) -> Tensor:
+        return gathered.view(group.sequences, -1, *gathered.shape[-2:]).transpose(1, 2)
+
+    keys = rows(kv.codec.read_keys(kv.views, gather.blocks, kv.shape, query.dtype))
+    values = rows(kv.codec.read_values(kv.views, gather.blocks, kv.shape, query.dtype))
+    raw_keys = raw_values = None
+    if raw is not None and gather.raw_rows is not None and gather.raw_blocks is not None:
+        raw_keys = rows(raw.index_select(0, gather.raw_rows))
+        raw_values = rows(kv.codec.read_values(kv.views, gather.raw_blocks, kv.shape, query.dtype))
     outs = []
     for tile in gather.tiles:
-        rows = query[:, :, :, tile.first : tile.last]
-        seen = slice(tile.low, tile.high)
-        out = attend(rows.flatten(2, 3), paged_k[:, :, seen], paged_v[:, :, seen], tile, features, share)
+        k, v = _seen(keys, raw_keys, tile), _seen(values, raw_values, tile)
+        out = attend(query[:, :, :, tile.first : tile.last].flatten(2, 3), k, v, tile, features, share)
         outs.append(out.view(*out.shape[:2], share, tile.last - tile.first, -1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=3)
     out = out.permute(0, 3, 1, 2, 4).reshape(group.sequences * group.width, kv_heads * share, -1)
     return out if group.unpick is None else out.index_select(0, group.unpick)
+
+
+def _seen(gathered: Tensor, raw: Tensor | None, tile: Tile) -> Tensor:
+    """[sequences, kv_heads, keys, dim]: the sealed ones, then the raw ones."""
+    sealed = gathered[:, :, tile.low : tile.high]
+    return sealed if raw is None or tile.raw is None else torch.cat([sealed, raw[:, :, tile.raw]], dim=2)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tile: Tile, features: Features, share: int) -> Tensor:

@@ -44,6 +44,8 @@ class ModelInfo:
     """Digest of the tokenizer's vocabulary."""
     dtype: str
     """Of weights and KV: "float32" or "bfloat16"."""
+    slots: int = 0
+    """Sequences that may be under way at once, where the KV codec keeps something of each (see `Span.slot`); 0: any."""
 
 
 class StepEngine(Protocol):

@@ -11,10 +11,13 @@ from torch import Tensor
 from shared.engine.attention import Paged, attending
 from shared.engine.base import BadSpans, ModelInfo
 from shared.engine.batch import build
+from shared.engine.codecs.base import Codec, PerBlock
+from shared.engine.codecs.registry import codec_of
 from shared.engine.fingerprint import fingerprint, vocabulary_digest
 from shared.engine.model import Model, load
-from shared.engine.pool import BlockLayout, KVPool
+from shared.engine.pool import BlockLayout, KVPool, Tails
 from shared.engine.span import Span
+from shared.engine.tails import TailBook
 from shared.engine.validate import check
 from shared.errors import ConfigError
 from shared.messages import Identity
@@ -27,13 +30,17 @@ MiB = 1 << 20
 class Engine:
     """Implements `shared.engine.base.StepEngine`. Not thread-safe: one thread at a time may call it."""
 
-    def __init__(self, model: Model, info: ModelInfo) -> None:
+    def __init__(self, model: Model, info: ModelInfo, codec: Codec, lookahead: int) -> None:
         self._model = model
         self.info = info
         self.identity = Identity(
-            fingerprint=info.fingerprint, codec="none", block_size=info.block_size, block_bytes=info.block_bytes
+            fingerprint=info.fingerprint, codec=codec.name, block_size=info.block_size, block_bytes=info.block_bytes
         )
-        self._pool = KVPool(model.shapes, info.kv_blocks, info.block_size, model.dtype, model.device)
+        self._tails = Tails.of(codec, info.slots, lookahead, info.block_size)
+        self._book = TailBook(self._tails.ring, info.block_size)
+        self._pool = KVPool(
+            model.shapes, info.kv_blocks, info.block_size, model.dtype, model.device, codec, self._tails
+        )
 
     @classmethod
     def load(
@@ -43,6 +50,9 @@ class Engine:
         block_size: int = 16,
         kv_blocks: int = 0,
         kv_memory_mb: int = 1024,
+        kv_codec: str = "none",
+        slots: int = 64,
+        lookahead: int = 16,
         layers: int | None = None,
         threads: int = 0,
         progress: Progress | None = None,
@@ -50,8 +60,10 @@ class Engine:
         """The model in `folder` (see `shared.engine.weights.resolve`) with a pool of `kv_blocks` blocks.
 
         `kv_blocks=0` makes as many as fit into `kv_memory_mb` MiB. `layers` runs only the first layers. `threads`
-        sets the whole process's CPU threads for forward passes; 0 leaves them alone. Raises ModelError, ConfigError.
+        sets the whole process's CPU threads for forward passes; 0 leaves them alone. A sequence may go back up to
+        `lookahead` tokens that it guessed wrongly. Raises ModelError, ConfigError.
         """
+        codec = codec_of(kv_codec)
         progress = progress or (lambda stage, done: None)
         if threads:
             torch.set_num_threads(threads)
@@ -59,7 +71,7 @@ class Engine:
         model = load(folder, layers)
         progress("hashing the weights", 0.6)
         dtype = str(model.dtype).removeprefix("torch.")
-        block_bytes = BlockLayout.of(model.shapes, block_size, model.dtype.itemsize).block_bytes
+        block_bytes = BlockLayout.of(model.shapes, block_size, model.dtype, codec).block_bytes
         info = ModelInfo(
             context_length=model.context_length,
             vocab_size=model.vocab_size,
@@ -71,14 +83,15 @@ class Engine:
             fingerprint=fingerprint(folder, dtype=dtype, layers=layers),
             vocabulary=vocabulary_digest(folder),
             dtype=dtype,
+            slots=slots if isinstance(codec, PerBlock) else 0,
         )
-        engine = cls(model, info)
+        engine = cls(model, info, codec, lookahead)
         progress("ready", 1.0)
         return engine
 
     def step(self, spans: Sequence[Span]) -> list[list[int]]:
         """Per span the `rows` tokens that follow its last `rows` positions. See `StepEngine.step`."""
-        logits = self.forward(spans)
+        logits, paged = self._forward(spans)
         rows = [
             Row(span.sampling, span.seed, span.start + index + 1)
             for span in spans
@@ -89,6 +102,7 @@ class Engine:
         except BadLogits as error:
             owners = [i for i, span in enumerate(spans) for _ in range(span.rows)]
             raise BadSpans(tuple(sorted({owners[row] for row in error.rows}))) from None
+        self._done(spans, paged)
         return [[next(tokens) for _ in range(span.rows)] for span in spans]
 
     def forward(self, spans: Sequence[Span]) -> Tensor:
@@ -96,15 +110,30 @@ class Engine:
 
         Raises RequestError (or a kind of it) for spans that cannot be run, before anything is computed.
         """
+        logits, paged = self._forward(spans)
+        self._done(spans, paged)
+        return logits
+
+    def _forward(self, spans: Sequence[Span]) -> tuple[Tensor, Paged | None]:
         if not spans:
-            return torch.empty(0, self.info.vocab_size)
+            return torch.empty(0, self.info.vocab_size), None
         check(spans, self.info)
+        if self._tails.ring:
+            self._book.check(spans)
         for block in _begun_unfilled(spans, self.info.block_size):
             self._pool.clear(block)
         with torch.inference_mode():
-            batch = build(spans, self.info.block_size, self._model.device)
-            with attending(Paged(self._pool, batch)):
-                return self._model.logits(batch.token_ids, batch.positions, batch.rows)
+            batch = build(spans, self.info.block_size, self._model.device, self._tails.ring)
+            paged = Paged(self._pool, batch)
+            with attending(paged):
+                return self._model.logits(batch.token_ids, batch.positions, batch.rows), paged
+
+    def _done(self, spans: Sequence[Span], paged: Paged | None) -> None:
+        """The step has succeeded."""
+        if paged is not None and self._tails.ring:
+            with torch.inference_mode():
+                paged.keep()
+            self._book.wrote(spans)
 
     def read_block(self, block: int) -> memoryview:
         """See `StepEngine.read_block`."""

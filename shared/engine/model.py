@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from shared.engine.attention import NAME, Features, attend, attending
-from shared.engine.batch import Tile
+from shared.engine.attention import NAME
+from shared.engine.codecs.base import LayerShape
 from shared.engine.fingerprint import read_json
 from shared.engine.linear import arrange
-from shared.engine.pool import LayerShape
+from shared.engine.probe import probe
+from shared.engine.refuse import refuse_inexact
 from shared.errors import ModelError
-
-_PROBE_TOKENS = 3
-_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference of logits from the model's own attention, relative to the largest logit."""
-
-# Rotary scalings whose factor depends on the longest position in the batch: a key's bytes would depend on who else
-# was in it, or on how far the sequence went later.
-_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ def load(folder: Path, layers: int | None = None) -> Model:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         text = config.get_text_config()
-        _refuse_inexact(config, text)
+        refuse_inexact(config, text)
         _truncate(text, layers)
         module: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=NAME, local_files_only=True, use_safetensors=True
@@ -67,7 +59,7 @@ def load(folder: Path, layers: int | None = None) -> Model:
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
         raise ModelError(f"{folder} cannot be loaded: {error}") from error
     module = module.to(device).eval().requires_grad_(False)
-    shapes = _probe(module, text.num_hidden_layers, dtype, device)
+    shapes = probe(module, text.num_hidden_layers, dtype, device)
     if device.type == "cpu":
         arrange(module)
     return Model(
@@ -81,30 +73,6 @@ def load(folder: Path, layers: int | None = None) -> Model:
     )
 
 
-def _refuse_inexact(config: Any, text: Any) -> None:
-    kind = text.model_type
-    if config.is_encoder_decoder:
-        raise ModelError(f"{kind} is an encoder-decoder model; only decoder-only models are served")
-    rope = {scaling for scaling in _rope_types(getattr(text, "rope_parameters", None)) if scaling in _ROPE_BY_LENGTH}
-    if rope:
-        raise ModelError(f"{kind} uses {rope.pop()} rope scaling: its keys depend on the longest sequence in the batch")
-    if getattr(text, "attention_chunk_size", None):
-        raise ModelError(f"{kind} attends in chunks, which do not reach the attention function")
-    if getattr(text, "use_bidirectional_attention", None):
-        raise ModelError(f"{kind} attends in both directions; only causal models are served")
-    if not getattr(text, "max_position_embeddings", None):
-        raise ModelError(f"{kind} does not say how long its context is (max_position_embeddings)")
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """Rope types in `rope_parameters`, which some models have once and some per kind of layer."""
-    if isinstance(parameters, Mapping):
-        if isinstance(kind := parameters.get("rope_type"), str):
-            yield kind
-        for value in parameters.values():
-            yield from _rope_types(value)
-
-
 def _truncate(text: Any, layers: int | None) -> None:
     if layers is None:
         return
@@ -113,50 +81,6 @@ def _truncate(text: Any, layers: int | None) -> None:
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
-
-
-@dataclass
-class _Probe:
-    """Plain causal attention over a few tokens that notes which layer stores what."""
-
-    shapes: dict[int, LayerShape] = field(default_factory=dict)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, features: Features) -> Tensor:
-        if layer in self.shapes:
-            raise ModelError(f"layer {layer} attends twice in one pass")
-        self.shapes[layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2])
-        if query.shape[0] % key.shape[0]:
-            raise ModelError(f"{query.shape[0]} query heads do not divide into {key.shape[0]} KV heads")
-        share, tokens = query.shape[0] // key.shape[0], query.shape[1]
-        mask = torch.full((tokens, tokens), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
-        tile = Tile(0, tokens, 0, tokens, mask.repeat(share, 1))
-        rows = query.reshape(1, key.shape[0], share * tokens, -1)
-        out = attend(rows, key[None], value[None], tile, features, share)
-        return out.reshape(*query.shape[:2], -1).transpose(0, 1)
-
-
-def _probe(module: Any, layers: int, dtype: torch.dtype, device: torch.device) -> tuple[LayerShape, ...]:
-    """The shapes that the layers really hand over, from a pass over three tokens; compared with the model's own."""
-    probe = _Probe()
-    kind = module.config.get_text_config().model_type
-    tokens = torch.arange(1, 1 + _PROBE_TOKENS, device=device)[None]  # distinct, or attention would not matter
-    try:
-        with torch.inference_mode(), attending(probe):
-            ours = module(input_ids=tokens, use_cache=False).logits
-            module.set_attn_implementation("eager")
-            theirs = module(input_ids=tokens, use_cache=False).logits
-            module.set_attn_implementation(NAME)
-    except (AttributeError, RuntimeError, TypeError, ValueError, LookupError) as error:
-        raise ModelError(f"{kind} cannot be run over paged KV: {error}") from error
-    if sorted(probe.shapes) != list(range(layers)):
-        raise ModelError(
-            f"{kind} has {layers} layers of which {len(probe.shapes)} use the attention interface: the state of the "
-            "others would not be in the KV pool"
-        )
-    difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
-    if not difference <= _PROBE_TOLERANCE[dtype]:
-        raise ModelError(f"{kind} attends in a way that is not passed on: logits differ by {difference:.2g}")
-    return tuple(probe.shapes[i] for i in range(layers))
 
 
 def _eos_ids(folder: Path) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,72 +10,106 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shared.engine.codecs.base import Codec, Field, LayerShape, PerBlock, Views
 from shared.errors import ConfigError, FrameError
 
 _ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer stores per token: `kv_heads` keys of `k_dim` and values of `v_dim` numbers."""
-
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
-    """Where one layer's keys or values lie inside a block. `offset` in bytes, a multiple of 16."""
+    """Where one field of one layer lies inside a block. `offset` in bytes, a multiple of 16."""
 
     offset: int
-    heads: int
-    dim: int
+    field: Field
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The bytes of a block: per layer [block_size, kv_heads, dim] keys, then values, in the model's dtype."""
+    """The bytes of a block: layer after layer, each the codec's fields in their order."""
 
-    keys: tuple[Part, ...]
-    values: tuple[Part, ...]
+    layers: tuple[tuple[Part, ...], ...]
     block_bytes: int
 
     @classmethod
-    def of(cls, shapes: Sequence[LayerShape], block_size: int, itemsize: int) -> BlockLayout:
-        keys: list[Part] = []
-        values: list[Part] = []
+    def of(cls, shapes: Sequence[LayerShape], block_size: int, dtype: torch.dtype, codec: Codec) -> BlockLayout:
+        layers: list[tuple[Part, ...]] = []
         end = 0
         for shape in shapes:
-            for parts, dim in ((keys, shape.k_dim), (values, shape.v_dim)):
-                parts.append(Part(end, shape.kv_heads, dim))
-                size = block_size * shape.kv_heads * dim * itemsize
+            parts = []
+            for field in codec.fields(shape, block_size, dtype):
+                parts.append(Part(end, field))
+                size = math.prod(field.shape) * field.dtype.itemsize
                 end += -(-size // _ALIGN) * _ALIGN
-        return cls(tuple(keys), tuple(values), end)
+            layers.append(tuple(parts))
+        return cls(tuple(layers), end)
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """Room for keys that are not sealed yet, of codecs that seal whole blocks.
+
+    Position p of the sequence in slot s is kept in row `s * ring + p % ring`.
+    """
+
+    slots: int
+    ring: int
+
+    @classmethod
+    def of(cls, codec: Codec, slots: int, lookahead: int, block_size: int) -> Tails:
+        """`lookahead`: how many positions a sequence may have to go back, because it guessed them."""
+        return cls(slots, lookahead + block_size) if isinstance(codec, PerBlock) else cls(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's share of the pool. `tail` [slots * ring, kv_heads, k_dim], in the model's dtype."""
+
+    codec: Codec
+    shape: LayerShape
+    views: Views
+    tail: Tensor
 
 
 class KVPool:
     """`blocks` blocks of KV in one storage, all zero at first.
 
-    `keys[layer]` and `values[layer]` are strided views [blocks, block_size, kv_heads, dim] into it. On the CPU the
-    system gives zeroed pages on first touch, so an unused pool costs no memory.
+    On the CPU the system gives zeroed pages on first touch, so an unused pool costs no memory.
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        codec: Codec,
+        tails: Tails = Tails(0, 0),  # immutable
     ) -> None:
-        layout = BlockLayout.of(shapes, block_size, dtype.itemsize)
+        layout = BlockLayout.of(shapes, block_size, dtype, codec)
         self.blocks, self.block_size, self.block_bytes = blocks, block_size, layout.block_bytes
+        self.tails = tails
         self._storage = _zeroed(blocks * layout.block_bytes, device).view(blocks, layout.block_bytes)
-        numbers = self._storage.view(-1).view(dtype)
-        self.keys = [self._view(numbers, part) for part in layout.keys]
-        self.values = [self._view(numbers, part) for part in layout.values]
+        rows = tails.slots * tails.ring
+        self.layers = [
+            LayerKV(
+                codec,
+                shape,
+                {part.field.name: self._view(part) for part in parts},
+                torch.zeros(rows, shape.kv_heads, shape.k_dim, dtype=dtype, device=device),
+            )
+            for shape, parts in zip(shapes, layout.layers, strict=True)
+        ]
 
-    def _view(self, numbers: Tensor, part: Part) -> Tensor:
-        item = numbers.element_size()
-        size = (self.blocks, self.block_size, part.heads, part.dim)
-        stride = (self.block_bytes // item, part.heads * part.dim, part.dim, 1)
-        return numbers.as_strided(size, stride, part.offset // item)
+    def _view(self, part: Part) -> Tensor:
+        """[blocks, *field.shape]; a field is contiguous inside a block."""
+        numbers = self._storage.view(-1).view(part.field.dtype)
+        inner = [math.prod(part.field.shape[i + 1 :]) for i in range(len(part.field.shape))]
+        item = part.field.dtype.itemsize
+        return numbers.as_strided(
+            (self.blocks, *part.field.shape), (self.block_bytes // item, *inner), part.offset // item
+        )
 
     def block(self, index: int) -> memoryview:
         """The block's bytes, read-only. On the CPU without a copy: they change when the block is written."""

@@ -14,6 +14,9 @@ class Span:
     `table[i]` holds positions `i*block_size ...`; it must cover `start + len(token_ids)` positions, and positions
     below `start` must have been computed or loaded before. `rows` asks for that many next tokens: those after the
     last `rows` tokens of the span (0: none, the KV is all that is wanted). `seed` and `sampling` choose them.
+
+    `slot` is the sequence's own, from its first span to its last, and below `ModelInfo.slots`: with a KV codec that
+    seals whole blocks the engine keeps the keys of the unfull block there.
     """
 
     token_ids: tuple[int, ...]
@@ -22,3 +25,4 @@ class Span:
     rows: int = 0
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
+    slot: int = 0

@@ -12,6 +12,7 @@ from shared.errors import ContextLengthExceeded, InvalidField
 def check(spans: Sequence[Span], info: ModelInfo) -> None:
     """Raises ContextLengthExceeded, or InvalidField naming the field and the span."""
     writers: dict[int, int] = {}
+    slots: set[int] = set()
     for i, span in enumerate(spans):
         length = len(span.token_ids)
         end = span.start + length
@@ -24,6 +25,14 @@ def check(spans: Sequence[Span], info: ModelInfo) -> None:
         if min(span.token_ids) < 0 or max(span.token_ids) >= info.vocab_size:
             raise InvalidField(f"span {i}: a token id is not below {info.vocab_size}", field="token_ids")
         _check_table(i, span, end, info, writers)
+        if info.slots:
+            _check_slot(i, span, info, slots)
+
+
+def _check_slot(i: int, span: Span, info: ModelInfo, taken: set[int]) -> None:
+    if not 0 <= span.slot < info.slots or span.slot in taken:
+        raise InvalidField(f"span {i}: slot {span.slot} is not below {info.slots}, or taken twice", field="slot")
+    taken.add(span.slot)
 
 
 def _check_table(i: int, span: Span, end: int, info: ModelInfo, writers: dict[int, int]) -> None:

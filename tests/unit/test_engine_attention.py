@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from shared.engine.attention import Features, Paged
 from shared.engine.batch import TILE, build
-from shared.engine.pool import KVPool, LayerShape
+from shared.engine.codecs.base import LayerShape
+from shared.engine.codecs.none import Raw
+from shared.engine.pool import KVPool
 from shared.engine.reference import paged_attention
 from shared.engine.span import Span
 
@@ -36,12 +38,16 @@ def difference(
     """Largest difference from the reference. What no span may read is NaN when `poison` is set."""
     torch.manual_seed(seed)
     blocks = 1 + max(b for s in spans for b in s.table)
-    pool = KVPool([shape], blocks, B, torch.float32, CPU)
+    pool = KVPool([shape], blocks, B, torch.float32, CPU, Raw())
     used = {b for s in spans for b in s.table}
     for block in range(blocks):
         keep = block in used or not poison
-        pool.keys[0][block] = torch.randn(pool.keys[0][block].shape) if keep else torch.nan
-        pool.values[0][block] = torch.randn(pool.values[0][block].shape) if keep else torch.nan
+        pool.layers[0].views["keys"][block] = (
+            torch.randn(pool.layers[0].views["keys"][block].shape) if keep else torch.nan
+        )
+        pool.layers[0].views["values"][block] = (
+            torch.randn(pool.layers[0].views["values"][block].shape) if keep else torch.nan
+        )
     batch = build(spans, B, CPU)
     tokens = len(batch.token_ids)
     q = torch.randn(heads, tokens, shape.k_dim)
@@ -51,7 +57,13 @@ def difference(
 
     # The batch may reorder spans: follow its positions back to each span's own order.
     order = sorted(range(len(spans)), key=lambda i: _begin(batch, spans[i]))
-    expected = paged_attention(q.transpose(0, 1), [spans[i] for i in order], pool.keys[0], pool.values[0], features)
+    expected = paged_attention(
+        q.transpose(0, 1),
+        [spans[i] for i in order],
+        pool.layers[0].views["keys"],
+        pool.layers[0].views["values"],
+        features,
+    )
     assert got.shape == (tokens, heads, shape.v_dim)
     return float((got.double() - expected).abs().max())
 
@@ -126,10 +138,10 @@ def test_any_ragged_batch(shapes: list[tuple[int, int]], window: int | None, see
 def test_reserved_blocks_beyond_the_end_are_not_read() -> None:
     """A longer neighbour pads this span's table; the blocks it has in reserve may hold anything."""
     torch.manual_seed(0)
-    pool = KVPool([GQA], 40, B, torch.float32, CPU)
+    pool = KVPool([GQA], 40, B, torch.float32, CPU, Raw())
     for block in range(20, 40):
-        pool.keys[0][block] = torch.nan
-        pool.values[0][block] = torch.nan
+        pool.layers[0].views["keys"][block] = torch.nan
+        pool.layers[0].views["values"][block] = torch.nan
     spans = [Span((1,), 20, (0, 1, 20, 21, 22)), Span((1,), 60, (2, 3, 4, 5))]
     q, k, v = torch.randn(9, 2, 64), torch.randn(3, 2, 64), torch.randn(3, 2, 64)
     out = Paged(pool, build(spans, B, CPU)).attend(0, q, k, v, Features(0.125))

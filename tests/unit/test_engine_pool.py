@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from shared.engine.pool import BlockLayout, KVPool, LayerShape
+from shared.engine.codecs.base import Codec, LayerShape
+from shared.engine.codecs.none import Raw
+from shared.engine.codecs.registry import CODECS
+from shared.engine.pool import BlockLayout, KVPool
 from shared.errors import ConfigError, FrameError
 
 SHAPES = [LayerShape(3, 64, 64), LayerShape(1, 5, 3), LayerShape(2, 8, 16)]
 CPU = torch.device("cpu")
 
 
+def tensors(pool: KVPool) -> list[torch.Tensor]:
+    return [view for layer in pool.layers for view in layer.views.values()]
+
+
 def make(blocks: int = 4, block_size: int = 4) -> KVPool:
-    return KVPool(SHAPES, blocks, block_size, torch.float32, CPU)
+    return KVPool(SHAPES, blocks, block_size, torch.float32, CPU, Raw())
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_parts_are_aligned_and_disjoint_and_fill_the_block(block_size: int, itemsize: int) -> None:
-    layout = BlockLayout.of(SHAPES, block_size, itemsize)
-    parts = [p for pair in zip(layout.keys, layout.values, strict=True) for p in pair]
-    ends = [p.offset + block_size * p.heads * p.dim * itemsize for p in parts]
+def test_parts_are_aligned_and_disjoint_and_fill_the_block(block_size: int, codec: Codec, dtype: torch.dtype) -> None:
+    layout = BlockLayout.of(SHAPES, block_size, dtype, codec)
+    parts = [part for layer in layout.layers for part in layer]
+    ends = [p.offset + math.prod(p.field.shape) * p.field.dtype.itemsize for p in parts]
     assert all(p.offset % 16 == 0 for p in parts) and layout.block_bytes % 16 == 0
     for end, following in zip(ends, [*(p.offset for p in parts[1:]), layout.block_bytes], strict=True):
         assert end <= following < end + 16
@@ -30,8 +40,8 @@ def test_parts_are_aligned_and_disjoint_and_fill_the_block(block_size: int, item
 def test_a_block_is_one_run_of_bytes_holding_exactly_its_layers() -> None:
     pool = make()
     for layer in range(len(SHAPES)):
-        pool.keys[layer][2] = layer + 1
-        pool.values[layer][2] = -layer - 1
+        pool.layers[layer].views["keys"][2] = layer + 1
+        pool.layers[layer].views["values"][2] = -layer - 1
     numbers = torch.frombuffer(bytearray(pool.block(2)), dtype=torch.float32)
     expected = [
         torch.full((4 * s.kv_heads * dim,), float(sign * (i + 1)))
@@ -44,10 +54,10 @@ def test_a_block_is_one_run_of_bytes_holding_exactly_its_layers() -> None:
 
 def test_blocks_travel_between_pools() -> None:
     one, two = make(), make()
-    for tensor in (*one.keys, *one.values):
+    for tensor in tensors(one):
         tensor[1].normal_()
     two.write(3, bytes(one.block(1)))
-    assert all(torch.equal(a[1], b[3]) for a, b in zip(one.keys + one.values, two.keys + two.values, strict=True))
+    assert all(torch.equal(a[1], b[3]) for a, b in zip(tensors(one), tensors(two), strict=True))
     two.write(0, memoryview(bytearray(one.block(1))))
     assert bytes(two.block(0)) == bytes(one.block(1))
 
@@ -55,7 +65,7 @@ def test_blocks_travel_between_pools() -> None:
 def test_reading_is_a_view_that_cannot_be_written() -> None:
     pool = make()
     view = pool.block(1)
-    pool.keys[0][1] = 1.0
+    pool.layers[0].views["keys"][1] = 1.0
     assert any(view)
     assert view.readonly and view.nbytes == pool.block_bytes and view.contiguous
     with pytest.raises(TypeError):
@@ -89,7 +99,7 @@ def test_an_unused_pool_takes_no_memory() -> None:
             return int(file.read().split()[1]) * 4096
 
     before = resident()
-    pool = KVPool([LayerShape(3, 64, 64)] * 30, 1400, 16, torch.float32, CPU)
+    pool = KVPool([LayerShape(3, 64, 64)] * 30, 1400, 16, torch.float32, CPU, Raw())
     assert resident() - before < 64 << 20 < pool.blocks * pool.block_bytes
 
 
