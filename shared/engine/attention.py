@@ -7,6 +7,7 @@ carries the sink because some architectures drop keyword arguments on the way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -124,7 +125,9 @@ def _attend_group(group: Group, query: Tensor, kv: LayerKV, raw: Tensor | None, 
     query = query.reshape(group.sequences, group.width, kv_heads, share, -1).permute(0, 2, 3, 1, 4)
 
     def rows(gathered: Tensor) -> Tensor:
-        return gathered.view(group.sequences, -1, *gathered.shape[-2:]).transpose(1, 2)
+        """[sequences, kv_heads, positions, dim], of as many positions per sequence; there may be none."""
+        each = math.prod(gathered.shape[:-2]) // group.sequences
+        return gathered.reshape(group.sequences, each, *gathered.shape[-2:]).transpose(1, 2)
 
     keys = rows(kv.codec.read_keys(kv.views, gather.blocks, kv.shape, query.dtype))
     values = rows(kv.codec.read_values(kv.views, gather.blocks, kv.shape, query.dtype))
@@ -157,9 +160,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tile: Tile, features: Feat
         scores = torch.tanh(scores / features.softcap) * features.softcap
     if tile.mask is not None:
         scores = scores + tile.mask
-    scores = scores.float()
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if features.sinks is None:
         return scores.softmax(-1).to(value.dtype) @ value
-    sinks = features.sinks.float().view(1, -1, share, 1).repeat_interleave(query.shape[2] // share, 2)
+    sinks = features.sinks.to(scores.dtype).view(1, -1, share, 1).repeat_interleave(query.shape[2] // share, 2)
     weights = torch.cat([scores, sinks.expand(scores.shape[0], -1, -1, 1)], -1).softmax(-1)[..., :-1]
     return weights.to(value.dtype) @ value

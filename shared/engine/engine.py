@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shared.engine.attention import Paged, attending
 from shared.engine.base import BadSpans, ModelInfo
-from shared.engine.batch import build
 from shared.engine.codecs.base import Codec, PerBlock
 from shared.engine.codecs.registry import codec_of
 from shared.engine.fingerprint import fingerprint, vocabulary_digest
 from shared.engine.model import Model, load
 from shared.engine.pool import BlockLayout, KVPool, Tails
+from shared.engine.runner import Keep, Runner, runner_for
 from shared.engine.span import Span
 from shared.engine.tails import TailBook
 from shared.engine.validate import check
@@ -24,23 +23,26 @@ from shared.messages import Identity
 from shared.sampling.sampler import BadLogits, Row, sample
 
 Progress = Callable[[str, float], None]
+MakeRunner = Callable[[Model, KVPool, int], Runner]
+"""Of a model, a pool and how many tokens a sequence may guess."""
 MiB = 1 << 20
 
 
 class Engine:
     """Implements `shared.engine.base.StepEngine`. Not thread-safe: one thread at a time may call it."""
 
-    def __init__(self, model: Model, info: ModelInfo, codec: Codec, lookahead: int) -> None:
+    def __init__(
+        self, model: Model, info: ModelInfo, codec: Codec, lookahead: int, runner: MakeRunner = runner_for
+    ) -> None:
         self._model = model
         self.info = info
         self.identity = Identity(
             fingerprint=info.fingerprint, codec=codec.name, block_size=info.block_size, block_bytes=info.block_bytes
         )
-        self._tails = Tails.of(codec, info.slots, lookahead, info.block_size)
-        self._book = TailBook(self._tails.ring, info.block_size)
-        self._pool = KVPool(
-            model.shapes, info.kv_blocks, info.block_size, model.dtype, model.device, codec, self._tails
-        )
+        tails = Tails.of(codec, info.slots, lookahead, info.block_size)
+        self._book = TailBook(tails.ring, info.block_size) if tails.ring else None
+        self._pool = KVPool(model.shapes, info.kv_blocks, info.block_size, model.dtype, model.device, codec, tails)
+        self._runner = runner(model, self._pool, lookahead)
 
     @classmethod
     def load(
@@ -55,22 +57,60 @@ class Engine:
         lookahead: int = 16,
         layers: int | None = None,
         threads: int = 0,
+        weights: str = "native",
+        generates: bool = True,
         progress: Progress | None = None,
     ) -> Engine:
         """The model in `folder` (see `shared.engine.weights.resolve`) with a pool of `kv_blocks` blocks.
 
         `kv_blocks=0` makes as many as fit into `kv_memory_mb` MiB. `layers` runs only the first layers. `threads`
-        sets the whole process's CPU threads for forward passes; 0 leaves them alone. A sequence may go back up to
-        `lookahead` tokens that it guessed wrongly. Raises ModelError, ConfigError.
+        sets the whole process's CPU threads for forward passes; 0 leaves them alone. `weights`: "native", or "int8"
+        for linear layers that multiply in 8 bits. A sequence may go back up to `lookahead` tokens that it guessed
+        wrongly. `generates`: get ready for steps of a few tokens, which takes a while on a GPU. Raises ModelError,
+        ConfigError.
         """
-        codec = codec_of(kv_codec)
+        codec_of(kv_codec)  # before gigabytes are read
         progress = progress or (lambda stage, done: None)
         if threads:
             torch.set_num_threads(threads)
         progress("loading the weights", 0.0)
-        model = load(folder, layers)
+        model = load(folder, layers, weights)
         progress("hashing the weights", 0.6)
-        dtype = str(model.dtype).removeprefix("torch.")
+        computed_in = str(model.dtype).removeprefix("torch.") + ("+w8" if weights == "int8" else "")
+        engine = cls.of(
+            model,
+            fingerprint=fingerprint(folder, dtype=computed_in, layers=layers),
+            vocabulary=vocabulary_digest(folder),
+            block_size=block_size,
+            kv_blocks=kv_blocks,
+            kv_memory_mb=kv_memory_mb,
+            kv_codec=kv_codec,
+            slots=slots,
+            lookahead=lookahead,
+        )
+        if generates:
+            progress("warming up", 0.9)
+            engine.warm_up()
+        progress("ready", 1.0)
+        return engine
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        *,
+        fingerprint: str,
+        vocabulary: str,
+        block_size: int = 16,
+        kv_blocks: int = 0,
+        kv_memory_mb: int = 1024,
+        kv_codec: str = "none",
+        slots: int = 64,
+        lookahead: int = 16,
+        runner: MakeRunner = runner_for,
+    ) -> Engine:
+        """As `load`, of a model that is in memory. `fingerprint` and `vocabulary`: see `ModelInfo`."""
+        codec = codec_of(kv_codec)
         block_bytes = BlockLayout.of(model.shapes, block_size, model.dtype, codec).block_bytes
         info = ModelInfo(
             context_length=model.context_length,
@@ -80,18 +120,34 @@ class Engine:
             block_size=block_size,
             block_bytes=block_bytes,
             kv_blocks=kv_blocks or _blocks_within(kv_memory_mb, block_bytes),
-            fingerprint=fingerprint(folder, dtype=dtype, layers=layers),
-            vocabulary=vocabulary_digest(folder),
-            dtype=dtype,
+            fingerprint=fingerprint,
+            vocabulary=vocabulary,
+            dtype=str(model.dtype).removeprefix("torch."),
             slots=slots if isinstance(codec, PerBlock) else 0,
         )
-        engine = cls(model, info, codec, lookahead)
-        progress("ready", 1.0)
-        return engine
+        return cls(model, info, codec, lookahead, runner)
+
+    def sibling(self, kv_codec: str, kv_blocks: int) -> Engine:
+        """Another engine over these weights, with a pool of its own, for one sequence at a time. Raises ConfigError."""
+        return Engine.of(
+            self._model,
+            fingerprint=self.info.fingerprint,
+            vocabulary=self.info.vocabulary,
+            block_size=self.info.block_size,
+            kv_blocks=kv_blocks,
+            kv_codec=kv_codec,
+            slots=1,
+            lookahead=0,
+        )
+
+    def warm_up(self) -> None:
+        """Do now what would make the first steps slow."""
+        with torch.inference_mode():
+            self._runner.warm_up()
 
     def step(self, spans: Sequence[Span]) -> list[list[int]]:
         """Per span the `rows` tokens that follow its last `rows` positions. See `StepEngine.step`."""
-        logits, paged = self._forward(spans)
+        logits, keep = self._forward(spans)
         rows = [
             Row(span.sampling, span.seed, span.start + index + 1)
             for span in spans
@@ -102,7 +158,7 @@ class Engine:
         except BadLogits as error:
             owners = [i for i, span in enumerate(spans) for _ in range(span.rows)]
             raise BadSpans(tuple(sorted({owners[row] for row in error.rows}))) from None
-        self._done(spans, paged)
+        self._done(spans, keep)
         return [[next(tokens) for _ in range(span.rows)] for span in spans]
 
     def forward(self, spans: Sequence[Span]) -> Tensor:
@@ -110,29 +166,26 @@ class Engine:
 
         Raises RequestError (or a kind of it) for spans that cannot be run, before anything is computed.
         """
-        logits, paged = self._forward(spans)
-        self._done(spans, paged)
-        return logits
+        logits, keep = self._forward(spans)
+        self._done(spans, keep)
+        return logits.clone()
 
-    def _forward(self, spans: Sequence[Span]) -> tuple[Tensor, Paged | None]:
+    def _forward(self, spans: Sequence[Span]) -> tuple[Tensor, Keep]:
         if not spans:
-            return torch.empty(0, self.info.vocab_size), None
+            return torch.empty(0, self.info.vocab_size, device=self._model.device), lambda: None
         check(spans, self.info)
-        if self._tails.ring:
+        if self._book:
             self._book.check(spans)
         for block in _begun_unfilled(spans, self.info.block_size):
             self._pool.clear(block)
         with torch.inference_mode():
-            batch = build(spans, self.info.block_size, self._model.device, self._tails.ring)
-            paged = Paged(self._pool, batch)
-            with attending(paged):
-                return self._model.logits(batch.token_ids, batch.positions, batch.rows), paged
+            return self._runner.run(spans)
 
-    def _done(self, spans: Sequence[Span], paged: Paged | None) -> None:
+    def _done(self, spans: Sequence[Span], keep: Keep) -> None:
         """The step has succeeded."""
-        if paged is not None and self._tails.ring:
-            with torch.inference_mode():
-                paged.keep()
+        with torch.inference_mode():
+            keep()
+        if self._book:
             self._book.wrote(spans)
 
     def read_block(self, block: int) -> memoryview:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from shared.engine.codecs.base import Codec
+from shared.engine.codecs.int4 import Int4
 from shared.engine.codecs.none import Raw
+from shared.engine.codecs.scaled import Fp8E4M3, Int8
 from shared.errors import ConfigError
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(),)}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(), Int8(), Fp8E4M3(), Int4())}
 
 
 def codec_of(name: str) -> Codec:
