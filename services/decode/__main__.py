@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 
 from services.decode.config import DecodeSettings
@@ -12,7 +14,8 @@ from shared.worker import Connect, load_engine, main, model_folder
 
 async def make(settings: DecodeSettings, worker: str, connect: Connect) -> DecodeWorker:
     folder = await anyio.to_thread.run_sync(model_folder, settings.model)
-    engine = await anyio.to_thread.run_sync(load_engine, settings, folder)
+    load = partial(load_engine, settings, folder, slots=settings.max_running, lookahead=settings.draft_depth)
+    engine = await anyio.to_thread.run_sync(load)
     tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
     return DecodeWorker(settings, await connect("control"), await connect("bulk"), worker, engine, tokenizer)
 

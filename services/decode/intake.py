@@ -13,6 +13,7 @@ from services.decode.config import DecodeSettings
 from services.decode.events import EventWriter, History, read_history
 from services.decode.refusal import Refusals
 from services.decode.request import Request, make_sequence, parse, tokenise
+from services.decode.turns import Turns
 from shared.bus.base import Bus, Job
 from shared.bus.settle import settle
 from shared.cancels import Cancels
@@ -66,7 +67,7 @@ class Intake:
         self._cancels = cancels
         self._ensure_streams = ensure_streams
         self._room = anyio.Event()
-        self._dry: set[str] = set()  # priorities whose queue is empty: a pull waits for the next message
+        self._turns = Turns(PRIORITIES)
         self.closed = False
 
     def room_changed(self) -> None:
@@ -77,15 +78,14 @@ class Intake:
     # Pulling
 
     def loop(self, priority: str, until_bus: Callable[..., Awaitable[Any]]) -> Callable[[], Awaitable[None]]:
-        """The pull loop of one priority. It waits until the higher queues are empty."""
+        """The pull loop of one priority. It waits until the higher queues are empty, or have had their share."""
 
         async def run() -> None:
-            higher = set(PRIORITIES[: PRIORITIES.index(priority)])
             while not self.closed:
                 if not self._has_room():
                     await self._room.wait()
                     continue
-                if not higher <= self._dry:
+                if not self._turns.may_pull(priority):
                     await anyio.sleep(0.002)
                     continue
                 for job in await until_bus(lambda: self._pull(priority)):
@@ -96,14 +96,15 @@ class Intake:
 
     async def _pull(self, priority: str) -> list[Job]:
         stream, consumer = self._subjects.request_stream, self._subjects.request_consumer(priority)
-        jobs = await self._bus.pull(stream, consumer, 1, 0)
-        if jobs:
-            return jobs
-        self._dry.add(priority)
+        jobs: list[Job] = []
         try:
-            return await self._bus.pull(stream, consumer, 1, PULL_S)
+            jobs = await self._bus.pull(stream, consumer, 1, 0)
+            if not jobs:
+                self._turns.dry(priority)
+                jobs = await self._bus.pull(stream, consumer, 1, PULL_S)
+            return jobs
         finally:
-            self._dry.discard(priority)
+            self._turns.over(priority, len(jobs))
 
     # Accepting
 
@@ -115,6 +116,7 @@ class Intake:
         if self._adopt(job):
             return
         if not self._has_room() and job.delivered <= MAX_HANDBACKS:  # filled up while this pull was out
+            self._turns.handed_back(priority)
             await settle(job.nak())
             return
         request_id = None

@@ -69,7 +69,7 @@ class Loader:
             return
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_len)
-        if self._worth_a_job(sequence, wanted):
+        if sequence.phase is Phase.LOADING and self._worth_a_job(sequence, wanted):
             await self._prefill_remotely(sequence, epoch, wanted, budget_s, on_producers)
         if sequence.epoch == epoch and sequence.phase is Phase.LOADING:
             self._scheduler.loaded(sequence)
@@ -88,7 +88,11 @@ class Loader:
         def take(index: int, data: memoryview) -> bool:
             if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
                 return False  # its blocks may belong to somebody else by now
-            self._engine.write_block(sequence.table[first + index], data)
+            block = self._scheduler.place(sequence, first + index)
+            if block is None:  # a sequence before it in rank has taken it: the rest is computed when there is one
+                self._scheduler.loaded(sequence)
+                return False
+            self._engine.write_block(block, data)
             self._scheduler.filled(sequence, first + index)
             return True
 
@@ -111,7 +115,7 @@ class Loader:
             if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
                 return
             on_producers(await self._fetch(sequence, epoch, have + present))
-            if sequence.epoch != epoch:
+            if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
                 return
             # Asked again while nothing comes: the job may be gone, with its worker or with another's cancel.
             asked, again = sequence.computed // self._block_size > have, True

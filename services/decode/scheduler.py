@@ -1,39 +1,48 @@
 """Which sequences run in the next step, on which blocks. Pure: no I/O, no clock, no torch.
 
-The order is by priority, then age. Running sequences and their drafts come first, prefill chunks take what is left
-of the step's token budget. When blocks run out, unused cached ones are evicted (by the allocator), then the youngest
-sequence of the lowest priority is preempted: it gives up its blocks and is admitted again later.
+Time is counted in plans. Running sequences and their drafts come first, prefill chunks take what is left of the step's
+token budget. When blocks run out, unused cached ones are evicted (by the allocator), then the youngest sequence of the
+lowest priority is preempted: it gives up its blocks and is admitted again later.
+
+Nobody starves. Who stands by rises in priority (`Sequence.effective_priority`): after 2 * AGEING_PLANS plans a low one
+is as high as any, and from then on only older sequences and those that were preempted come before it, which are not
+endless. The first in rank can always go on, because it may preempt all others, so there is always one that finishes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
+from services.decode.holdings import Holdings
 from services.decode.sequence import Outcome, Sequence, Work
-from shared.cache.blocks import BlockAllocator, OutOfBlocks
+from shared.cache.blocks import BlockAllocator
 from shared.engine.span import Span
 from shared.errors import ContextLengthExceeded, TrineError
 from shared.lifecycle import Phase, advance
 
 
 class DecodeScheduler:
-    """Owns the sequences of one worker and their blocks.
+    """Owns the sequences of one worker, with their blocks and slots.
 
-    A caller alternates `plan` and `complete`; anything else may be called in between, also while the planned step
-    is running: blocks that the running step writes are given back only by `complete`.
+    A caller alternates `plan` and `complete` (or `abandon`); anything else may be called in between, also while the
+    planned step is running: what the running step writes is given back only when it is over.
+
+    A step has at most `step_tokens` tokens, or one for each generating sequence if those are more; and one block beyond
+    that where less is left to the prefill.
     """
 
     def __init__(
         self, allocator: BlockAllocator, *, block_size: int, context_length: int, max_running: int, step_tokens: int
     ) -> None:
         self._allocator = allocator
+        self._holdings = Holdings(allocator, context_length=context_length, slots=max_running)
         self._block_size = block_size
         self._context = context_length
-        self._max_running = max_running
         self._step_tokens = step_tokens
         self._waiting: list[Sequence] = []
         self._admitted: list[Sequence] = []
-        self._in_step: set[Sequence] = set()
+        self._in_step: dict[Sequence, Work] = {}
         self._arrivals = 0
         self.preemptions = 0
 
@@ -50,7 +59,7 @@ class DecodeScheduler:
     @property
     def has_room(self) -> bool:
         """Whether to take another request: nobody waits for blocks, and a step has a place."""
-        return not self._waiting and len(self._admitted) < self._max_running
+        return not self._waiting and bool(self._holdings.free_slots)
 
     def live(self) -> list[Sequence]:
         return [*self._admitted, *self._waiting]
@@ -63,16 +72,15 @@ class DecodeScheduler:
                 "which must leave room for one more",
                 field="prompt",
             )
-        longest = min(sequence.prompt_len + sequence.max_tokens, self._context)
-        if self._blocks(longest) > self._allocator.num_blocks:
+        most = self._holdings.most(sequence)
+        if most > self._allocator.num_blocks:
             raise ContextLengthExceeded(
-                f"prompt and max_tokens need {self._blocks(longest)} KV blocks; this worker has "
-                f"{self._allocator.num_blocks}",
+                f"prompt and max_tokens need {most} KV blocks; this worker has {self._allocator.num_blocks}",
                 field="max_tokens",
             )
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        self._enqueue(sequence)
+        self._waiting.append(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """Finished, failed, cancelled or handed back; may be called at any time, also twice."""
@@ -84,45 +92,35 @@ class DecodeScheduler:
         if sequence in self._admitted:
             self._admitted.remove(sequence)
         if sequence not in self._in_step:
-            self._give_up_blocks(sequence)
+            self._holdings.give_up(sequence)
 
     # Admission and loading
 
     def admit(self) -> list[Sequence]:
-        """Give blocks to waiting sequences, in order, while there are enough; they are LOADING from then on.
+        """Let waiting sequences in, in turn, while there are slots and blocks; they are LOADING from then on.
 
-        Whatever prefix this worker's own pool has is taken at once. The last token is always left to compute, for
-        its logits. One block per running sequence is kept free, so that admission does not cause preemption at once.
+        Whatever prefix this worker's own pool has is taken at once. The first that does not fit holds up those after
+        it, or a long one would wait for ever.
         """
         admitted = []
-        while self._waiting and len(self._admitted) < self._max_running:
-            sequence = self._waiting[0]
-            if not self._take_blocks(sequence, headroom=len(self._admitted)):
-                break
-            self._waiting.pop(0)
+        self._waiting.sort(key=lambda s: s.turn)
+        while self._waiting and self._holdings.start(self._waiting[0], self._admitted):
+            sequence = self._waiting.pop(0)
             self._admitted.append(sequence)
             sequence.phase = advance(sequence.phase, Phase.LOADING)
             admitted.append(sequence)
         return admitted
 
-    def _take_blocks(self, sequence: Sequence, headroom: int) -> bool:
-        reusable = (len(sequence.tokens) - 1) // self._block_size
-        sequence.name_blocks(reusable, self._block_size)
-        found = self._allocator.match(sequence.names[:reusable])
-        needed = self._blocks(len(sequence.tokens) + 1) - len(found)
-        alone = not self._admitted
-        if self._allocator.available < needed + (0 if alone else headroom):
-            self._allocator.release(found)
-            return False
-        sequence.table = [*found, *self._allocator.allocate(needed)]
-        sequence.computed = len(found) * self._block_size
-        return True
+    def place(self, sequence: Sequence, index: int) -> int | None:
+        """The block that is to be number `index` of a sequence that is LOADING; None if none is left for it."""
+        covered = self._holdings.extend(sequence, (index + 1) * self._block_size, self._admitted)
+        return sequence.table[index] if covered else None
 
     def filled(self, sequence: Sequence, index: int) -> None:
         """Block `index`, the first one not computed, was loaded with its right bytes."""
         if index * self._block_size != sequence.computed:
             raise TrineError(f"block {index} was loaded out of order")
-        self._allocator.commit(sequence.table[index], sequence.names[index])
+        self._holdings.commit(sequence, range(index, index + 1))
         sequence.computed += self._block_size
 
     def loaded(self, sequence: Sequence) -> None:
@@ -133,80 +131,115 @@ class DecodeScheduler:
 
     def plan(self) -> list[Work]:
         """The next step: every generating sequence with its drafts, then prefill chunks within the token budget."""
-        order = sorted((s for s in self._admitted if s.phase is Phase.READY), key=_rank)
-        works: list[Work] = []
-        budget = self._step_tokens
-        for sequence in [s for s in order if s.remaining == 1]:
-            if sequence.phase is Phase.READY and (work := self._decode_work(sequence, budget, works)):
-                works.append(work)
-                budget -= len(work.span.token_ids)
-        budget = max(budget, self._block_size)  # prefill always goes on, however many decode
-        for sequence in [s for s in order if s.remaining > 1 and s.phase is Phase.READY]:
-            if budget <= 0:
-                break
-            work = self._prefill_work(sequence, budget)
-            works.append(work)
-            budget -= len(work.span.token_ids)
-        self._in_step = {w.sequence for w in works}
+        ready = [s for s in self._admitted if s.phase is Phase.READY]
+        works = self._decode_works(sorted((s for s in ready if s.remaining == 1), key=lambda s: s.rank))
+        left = self._step_tokens - sum(len(w.span.token_ids) for w in works)
+        busy = {w.sequence for w in works}
+        # Prefill always goes on, however many generate.
+        prefilling = sorted((s for s in ready if s.remaining > 1), key=lambda s: s.turn)
+        works += self._prefill_works(prefilling, max(left, self._block_size), busy)
+        self._in_step = {w.sequence: w for w in works}
+        for sequence in self.live():
+            if sequence not in self._in_step and sequence.phase is not Phase.LOADING:
+                sequence.waited += 1
         return works
 
-    def _decode_work(self, sequence: Sequence, budget: int, planned: list[Work]) -> Work | None:
+    def _decode_works(self, generating: list[Sequence]) -> list[Work]:
+        """Everybody's own token has its place before any draft has: a draft costs nobody a block or a turn."""
+        running: dict[Sequence, None] = {}
+        for sequence in generating:
+            if sequence.phase is Phase.READY and self._cover(sequence, len(sequence.tokens), running):
+                running[sequence] = None
+        spare = max(self._step_tokens - len(running), 0)
+        works = []
+        for sequence in running:
+            works.append(self._decode_work(sequence, spare))
+            spare -= works[-1].drafts
+        return works
+
+    def _decode_work(self, sequence: Sequence, spare: int) -> Work:
         # Drafts after the last token that may be generated, or beyond the context, could never be used.
-        room = min(
-            sequence.max_tokens - sequence.generated - 1, self._context - len(sequence.tokens) - 1, max(budget - 1, 0)
+        useful = self._holdings.positions(sequence) - len(sequence.tokens)
+        drafts = sequence.drafts[: max(min(spare, useful), 0)]
+        if not self._holdings.extend(sequence, len(sequence.tokens) + len(drafts), self._admitted):
+            drafts = drafts[: len(sequence.table) * self._block_size - len(sequence.tokens)]
+        return self._work(sequence, (sequence.tokens[-1], *drafts), rows=1 + len(drafts), drafts=len(drafts))
+
+    def _prefill_works(self, prefilling: list[Sequence], budget: int, busy: set[Sequence]) -> list[Work]:
+        works = []
+        claimed: set[bytes] = set()  # blocks that this step computes: who needs them too waits for it
+        for sequence in prefilling:
+            if sequence.phase is not Phase.READY:
+                continue  # preempted by one before it
+            self._holdings.take_over(sequence)
+            first, count = sequence.computed // self._block_size, self._chunk(sequence, budget)
+            if not count or not claimed.isdisjoint(sequence.names[first : first + 1]):
+                continue
+            end = sequence.computed + count
+            if not self._cover(sequence, end, busy):
+                continue
+            tokens = tuple(sequence.tokens[sequence.computed : end])
+            works.append(self._work(sequence, tokens, rows=int(end == len(sequence.tokens))))
+            claimed.update(sequence.names[first : end // self._block_size])
+            busy.add(sequence)
+            budget -= count
+        return works
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Tokens to compute now: all that remain, or as many as end with a full block, perhaps none.
+
+        So a chunk always begins with a block.
+        """
+        if sequence.remaining <= budget:
+            return sequence.remaining
+        return budget - budget % self._block_size
+
+    def _work(self, sequence: Sequence, tokens: tuple[int, ...], rows: int, drafts: int = 0) -> Work:
+        span = Span(
+            tokens,
+            sequence.computed,
+            tuple(sequence.table),
+            rows,
+            seed=sequence.seed,
+            sampling=sequence.sampling,
+            slot=sequence.slot,
         )
-        drafts = sequence.drafts[: max(room, 0)]
-        busy = {w.sequence for w in planned}
-        if not self._cover(sequence, len(sequence.tokens) + len(drafts), busy):
-            return None
-        tokens = (sequence.tokens[-1], *drafts)
-        return Work(sequence, self._span(sequence, tokens, rows=len(tokens)), drafts=len(drafts))
+        return Work(sequence, span, drafts)
 
-    def _prefill_work(self, sequence: Sequence, budget: int) -> Work:
-        count = min(sequence.remaining, budget)
-        tokens = tuple(sequence.tokens[sequence.computed : sequence.computed + count])
-        return Work(sequence, self._span(sequence, tokens, rows=int(count == sequence.remaining)))
-
-    def _span(self, sequence: Sequence, tokens: tuple[int, ...], rows: int) -> Span:
-        return Span(tokens, sequence.computed, tuple(sequence.table), rows, sequence.seed, sequence.sampling)
-
-    def _cover(self, sequence: Sequence, length: int, busy: set[Sequence]) -> bool:
-        """Make the table long enough, preempting others if need be. False if `sequence` had to give way itself."""
-        while (missing := self._blocks(length) - len(sequence.table)) > 0:
-            try:
-                sequence.table += self._allocator.allocate(missing)
-            except OutOfBlocks:
-                victims = [s for s in self._admitted if s.phase is Phase.READY and s not in busy]
-                victim = max(victims, key=_rank)
-                self._preempt(victim)
-                if victim is sequence:
-                    return False
+    def _cover(self, sequence: Sequence, positions: int, busy: Collection[Sequence]) -> bool:
+        """Make the table long enough, by preemption of those after it if need be. False: it must stand by."""
+        while not self._holdings.extend(sequence, positions, self._admitted):
+            victims = [s for s in self._admitted if s.rank > sequence.rank and s not in busy]
+            if not victims:
+                return False
+            self._preempt(max(victims, key=lambda s: s.rank))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        sequence.preemptions += 1
         self._admitted.remove(sequence)
-        self._give_up_blocks(sequence)
+        self._holdings.give_up(sequence)
         sequence.phase = advance(sequence.phase, Phase.WAITING)
-        self._enqueue(sequence)
+        self._waiting.append(sequence)
 
     def complete(self, works: Seq[Work], sampled: Seq[Seq[int]]) -> list[Outcome]:
         """Take in a step's result. A draft is accepted iff it equals the token the target itself took there."""
-        self._in_step = set()
         outcomes = []
         for work, taken in zip(works, sampled, strict=True):
+            self._in_step.pop(work.sequence)
             if work.sequence.phase is Phase.ENDED:
-                self._give_up_blocks(work.sequence)
+                self._holdings.give_up(work.sequence)
                 continue
             outcomes.append(self._advance(work, taken))
         return outcomes
 
     def abandon(self, works: Seq[Work]) -> None:
         """The step failed: nothing of it counts, the sequences are where they were before it."""
-        self._in_step = set()
         for work in works:
+            self._in_step.pop(work.sequence)
             if work.sequence.phase is Phase.ENDED:
-                self._give_up_blocks(work.sequence)
+                self._holdings.give_up(work.sequence)
 
     def _advance(self, work: Work, taken: Seq[int]) -> Outcome:
         sequence, span = work.sequence, work.span
@@ -217,43 +250,20 @@ class DecodeScheduler:
         sequence.computed = span.start + len(span.token_ids) - work.drafts + accepted
         sequence.tokens += new
         sequence.drafts = ()
-        full = sequence.computed // self._block_size
-        sequence.name_blocks(full, self._block_size)
-        for index in range(before, full):
-            self._allocator.commit(sequence.table[index], sequence.names[index])
-        return Outcome(sequence, new, work.drafts, accepted, range(before, full))
+        filled = range(before, sequence.computed // self._block_size)
+        self._holdings.commit(sequence, filled)
+        return Outcome(sequence, new, work.drafts, accepted, filled)
 
-    # Helpers
+    def check_integrity(self, elsewhere: Iterable[Seq[int]] = ()) -> None:
+        """Raises TrineError if sequences, blocks and slots contradict each other.
 
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
-        self._waiting.sort(key=_rank)
-
-    def _give_up_blocks(self, sequence: Sequence) -> None:
-        self._allocator.release(sequence.table)
-        sequence.table = []
-        sequence.names = []
-        sequence.computed = 0
-        sequence.drafts = ()
-        sequence.epoch += 1
-
-    def check_integrity(self) -> None:
-        """Raises TrineError if sequences and blocks contradict each other."""
-        self._allocator.check_integrity()
-        held: set[int] = set()
-        for sequence in self._admitted:
-            if self._blocks(sequence.computed) > len(sequence.table):
-                raise TrineError(f"{sequence.id}: more computed than its blocks hold")
-            held.update(sequence.table)
-        for sequence in self._in_step:
-            held.update(sequence.table)
-        if len(held) > self._allocator.in_use:
-            raise TrineError(f"sequences hold {len(held)} blocks, the allocator knows of {self._allocator.in_use}")
-        if any(s.table for s in self._waiting):
-            raise TrineError("a waiting sequence holds blocks")
+        `elsewhere`: lists of blocks on which others than this scheduler hold a reference.
+        """
+        ended = [s for s in self._in_step if s.phase is Phase.ENDED]
+        self._holdings.check([*self._admitted, *ended], self._in_step.values(), elsewhere)
+        for sequence in self._waiting:
+            if sequence.table or sequence.computed:
+                raise TrineError(f"{sequence.id} waits and holds blocks")
 
 
 def accepted_count(drafts: Seq[int], taken: Seq[int]) -> int:
@@ -264,7 +274,3 @@ def accepted_count(drafts: Seq[int], taken: Seq[int]) -> int:
             break
         count += 1
     return count
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.priority, sequence.arrival

@@ -10,14 +10,19 @@ from shared.engine.span import Span
 from shared.lifecycle import Phase
 from shared.messages import Sampling
 
+AGEING_PLANS = 256
+"""A sequence that stood by for so many plans counts as one priority higher; after twice as many a low one is high."""
+NO_SLOT = -1
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Prompt and generated tokens, and how much of their KV exists.
 
     Invariants: `computed` positions of `tokens` have their KV in `table`; before a step of a sequence that is
-    generating, exactly the last token's KV is missing. `names[i]` names the full block `table[i]`. `epoch` changes
-    whenever the blocks are given up: whoever waited for something to write into them must compare it first.
+    generating, exactly the last token's KV is missing. `names[i]` names block `i`, which `table[i]` holds, or will
+    hold once it is taken. `epoch` changes whenever the blocks are given up: whoever waited for something to write into
+    them must compare it first.
     """
 
     id: str
@@ -29,11 +34,17 @@ class Sequence:
     sampling: Sampling
     seed: int
     priority: int = 1
+    """0 is the highest."""
     arrival: int = 0
+    waited: int = 0
+    """Plans in which it could have run and stood by: while it waited, or while its prompt was passed over."""
+    preemptions: int = 0
     phase: Phase = Phase.WAITING
     computed: int = 0
     table: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
+    slot: int = NO_SLOT
+    """Its own among the sequences that hold blocks, the same for as long as it holds them."""
     drafts: tuple[int, ...] = ()
     epoch: int = 0
     cached_tokens: int | None = None
@@ -51,6 +62,22 @@ class Sequence:
     @property
     def generating(self) -> bool:
         return self.phase is Phase.READY and self.remaining == 1
+
+    @property
+    def effective_priority(self) -> int:
+        """Its priority, raised by what it has waited. Time spent running does not count: that is not neglect."""
+        return max(self.priority - self.waited // AGEING_PLANS, 0)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who has more right to blocks comes first; the last is preempted first."""
+        return self.effective_priority, self.arrival
+
+    @property
+    def turn(self) -> tuple[int, bool, int]:
+        """Who is admitted, and whose prompt is computed, comes first: of one priority those resumed before new ones."""
+        resumed = bool(self.preemptions or self.generated)
+        return self.effective_priority, not resumed, self.arrival
 
     def meta(self, index: int, block_size: int) -> BlockMeta:
         """What the shared cache is told of this sequence's full block `index`."""

@@ -212,9 +212,11 @@ class DecodeWorker(JobActor):
 
     def _admit(self) -> None:
         for sequence in self.scheduler.admit():
-            self.spawn(self._load, self._requests[sequence.id])
+            self.spawn(self._load, self._requests[sequence.id], sequence.epoch)
 
-    async def _load(self, request: Request) -> None:
+    async def _load(self, request: Request, epoch: int) -> None:
+        if request.sequence.epoch != epoch:
+            return  # preempted before this task's first step
         try:
             left = request.deadline - time.monotonic()
             await self._loader.load(request.sequence, left, request.prefilled_by.update)

@@ -13,7 +13,7 @@ from services.drafter.sources.model import ModelSource
 from shared.engine.fingerprint import vocabulary_digest
 from shared.errors import ConfigError
 from shared.tokenizer import Tokenizer
-from shared.worker import Connect, load_engine, main, model_folder
+from shared.worker import Connect, load_draft_engine, main, model_folder
 
 
 def build_model_source(settings: DrafterSettings, target: Path, vocabulary: str) -> ModelSource:
@@ -21,7 +21,7 @@ def build_model_source(settings: DrafterSettings, target: Path, vocabulary: str)
     folder = model_folder(settings.drafter_model) if settings.drafter_model else target
     if folder != target and vocabulary_digest(folder) != vocabulary:
         raise ConfigError(f"the vocabulary of drafter_model {settings.drafter_model} is not that of {settings.model}")
-    engine = load_engine(settings, folder, None if settings.drafter_model else settings.drafter_layers)
+    engine = load_draft_engine(settings, folder, None if settings.drafter_model else settings.drafter_layers)
     return ModelSource(engine, within_budget=settings.draft_source == "auto")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 
 from services.prefill.config import PrefillSettings
@@ -11,7 +13,9 @@ from shared.worker import Connect, load_engine, main, model_folder
 
 async def make(settings: PrefillSettings, worker: str, connect: Connect) -> PrefillWorker:
     folder = await anyio.to_thread.run_sync(model_folder, settings.model)
-    engine = await anyio.to_thread.run_sync(load_engine, settings, folder)
+    engine = await anyio.to_thread.run_sync(
+        partial(load_engine, settings, folder, slots=settings.max_jobs, generates=False)
+    )
     return PrefillWorker(settings, await connect("control"), await connect("bulk"), worker, engine)
 
 

@@ -13,7 +13,7 @@ from services.prefill.scheduler import PrefillScheduler, PrefillTask, PrefillWor
 from shared.bus.base import Bus, ConsumerSpec, Job, StreamSpec
 from shared.bus.settle import settle
 from shared.cache import naming
-from shared.cache.blocks import BlockAllocator, OutOfBlocks
+from shared.cache.blocks import BlockAllocator
 from shared.cache.fetch import fetch
 from shared.cache.prefix import PrefixCache
 from shared.codec import decode
@@ -48,7 +48,10 @@ class PrefillWorker(JobActor):
         self._info = engine.info
         self._allocator = BlockAllocator(self._info.kv_blocks, self._info.block_size)
         self._scheduler = PrefillScheduler(
-            self._allocator, block_size=self._info.block_size, chunk_tokens=settings.chunk_tokens
+            self._allocator,
+            block_size=self._info.block_size,
+            chunk_tokens=settings.chunk_tokens,
+            max_jobs=settings.max_jobs,
         )
         self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self._allocator, worker)
         self._running: dict[int, _Running] = {}
@@ -152,13 +155,9 @@ class PrefillWorker(JobActor):
     async def _prepare(self, running: _Running) -> None:
         """Blocks for the job, filled from pool and shared cache as far as they have it; then it joins the steps."""
         task = running.task
-        while not task.ended:
-            try:
-                self._scheduler.admit(task)
-                break
-            except OutOfBlocks:
-                with anyio.move_on_after(RETRY_S):  # blocks also come free without a word, when they are published
-                    await self._changed.wait()
+        while not task.ended and not self._scheduler.admit(task):
+            with anyio.move_on_after(RETRY_S):  # blocks also come free without a word, when they are published
+                await self._changed.wait()
         if task.ended:
             return
         local = task.have

@@ -10,7 +10,7 @@ unused    no references, but named: a later `match` may find it, and `allocate` 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.errors import TrineError
@@ -157,8 +157,11 @@ class BlockAllocator:
             raise BlockMisuse(f"no block {block} in a pool of {self.num_blocks}")
         return block
 
-    def check_integrity(self) -> None:
-        """Raise BlockMisuse naming every contradiction between counts, names and lists. O(num_blocks)."""
+    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Raise BlockMisuse naming every contradiction between counts, names and lists. O(num_blocks).
+
+        With `tables`, all lists of blocks that anybody holds: also that each block is counted as often as it is held.
+        """
         free, unused = set(self._free), set(self._unused)
         wrong = [f"block {b} is in the free list twice" for b, n in Counter(self._free).items() if n > 1]
         for block, (refs, name) in enumerate(zip(self._refs, self._names, strict=True)):
@@ -172,6 +175,10 @@ class BlockAllocator:
             if name is not None and self._by_name.get(name) != block:
                 wrong.append(f"block {block} has a name that leads to {self._by_name.get(name)}")
         wrong += [f"a name leads to block {b}, which lacks it" for n, b in self._by_name.items() if self._names[b] != n]
+        if tables is not None:
+            held = Counter(block for table in tables for block in table)
+            counted = enumerate(self._refs)
+            wrong += [f"block {b} has {refs} references, {held[b]} hold it" for b, refs in counted if refs != held[b]]
         if wrong:
             raise BlockMisuse("; ".join(wrong))
 
