@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ def engine(folder: Path) -> Engine:
     return load(folder)
 
 
+@pytest.fixture(scope="module")
+def other(folder: Path) -> Engine:
+    """Another worker's engine over the same model."""
+    return load(folder)
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, tiny_models.VOCAB, (length,), generator=generator).tolist()
@@ -83,9 +90,8 @@ def test_prefill_in_chunks_then_decode_then_verify(engine: Engine, reference: Re
 
 
 @pytest.mark.parametrize("length", [B, 2 * B, 3 * B + 5, 70])
-def test_blocks_computed_elsewhere(folder: Path, engine: Engine, reference: Reference, length: int) -> None:
+def test_blocks_computed_elsewhere(engine: Engine, other: Engine, reference: Reference, length: int) -> None:
     tokens, full = prompt(length), (length - 1) // B
-    other = load(folder)
     other.forward([Span(tuple(tokens), 0, table(0, length), 0)])
     for there, here in zip(table(0, length)[:full], table(20, length)[:full], strict=True):
         engine.write_block(here, bytes(other.read_block(there)))
@@ -108,6 +114,21 @@ def test_a_mixed_batch(engine: Engine, reference: Reference) -> None:
     same(engine.forward(spans), torch.cat(expected))
 
 
+def test_drafts_that_were_wrong_leave_no_trace(engine: Engine, reference: Reference) -> None:
+    """Each step verifies four drafts, of which the first few are right; the next step starts after those. Far past
+    the windows of the models that have one."""
+    tokens, blocks = prompt(100), table(0, 100 + 8)
+    expected = reference.logits(tokens)
+    engine.forward([Span(tuple(tokens[:57]), 0, blocks)])
+    start = 57
+    for right in (0, 4, 2, 0, 1, 3, 4, 0, 2, 4, 1, 4, 0, 3):
+        drafts = tokens[start + 1 : start + 1 + right] + prompt(4 - right, seed=start)
+        got = engine.forward([Span((tokens[start], *drafts), start, blocks, 5)])
+        same(got[: right + 1], expected[start : start + right + 1])
+        start += right + 1
+    assert start == 99
+
+
 def test_what_a_recycled_block_held_does_not_matter(engine: Engine, reference: Reference) -> None:
     """Even NaN: a block from a broken peer must not reach the next sequence that gets its place."""
     nan = torch.full((engine.info.block_bytes // 4,), torch.nan).numpy().tobytes()
@@ -127,6 +148,14 @@ def test_models_that_would_not_be_exact_are_refused(name: str, tmp_path: Path) -
     architecture, reason = tiny_models.REFUSED[name]
     tiny_models.write(tmp_path, architecture)
     with pytest.raises(ModelError, match=reason):
+        load(tmp_path)
+
+
+def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
+    tiny_models.write(tmp_path, tiny_models.ARCHITECTURES["llama"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": True}))
+    with pytest.raises(ModelError, match="encoder-decoder"):
         load(tmp_path)
 
 
