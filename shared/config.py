@@ -7,12 +7,18 @@ import secrets
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 MiB = 1 << 20
+
+KvCodec = Literal["none", "int8", "fp8_e4m3", "int4"]
+Weights = Literal["native", "int8"]
+MIN_INT4_BLOCK = 4
+"""int4 keeps a scale and a zero point per key channel and block: with fewer tokens these cost more than they save."""
 
 
 def cache_home() -> Path:
@@ -41,6 +47,12 @@ class Settings(BaseSettings):
     kv_blocks: Annotated[int, Field(ge=0)] = 0
     """KV blocks in this worker's pool; 0 derives it from `kv_memory_mb`."""
     kv_memory_mb: Annotated[int, Field(ge=1)] = 1024
+    kv_codec: KvCodec = "none"
+    """How KV is stored, in pools and in the cache. All workers of a model must agree. See docs/kv-codecs.md."""
+    kv_check: Literal["refuse", "warn", "off"] = "refuse"
+    """What to do with a codec that ruins the model: measured once when a worker starts, before it joins."""
+    weights: Weights = "native"
+    """int8: linear layers multiply in 8 bits (CPU). All workers of a model must agree."""
     cache_bytes: Annotated[int, Field(ge=MiB)] = 1024 * MiB
     """Size of the shared prefix cache (the KV stream's max_bytes)."""
     max_queued: Annotated[int, Field(ge=1)] = 1000
@@ -54,6 +66,14 @@ class Settings(BaseSettings):
     """After SIGTERM, how long running work may take to finish before it is handed back."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "console"] = "auto"
+
+    @field_validator("kv_codec")
+    @classmethod
+    def _room_for_scales(cls, codec: str, info: ValidationInfo) -> str:
+        if codec == "int4" and info.data.get("block_size", MIN_INT4_BLOCK) < MIN_INT4_BLOCK:
+            reason = "int4 needs a block size of at least {least}, and 16 is best"
+            raise PydanticCustomError("block_size", reason, {"least": MIN_INT4_BLOCK})
+        return codec
 
     @property
     def served_name(self) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import anyio
 import structlog
@@ -19,7 +20,12 @@ from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.config import Settings, worker_name
 from shared.engine.base import StepEngine
+from shared.engine.threads import openmp
 from shared.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from shared.engine.engine import Engine
+    from shared.engine.quality import Quality
 
 EXIT_CONFIG = 2  # a restart cannot help; the supervisor gives up on it
 
@@ -44,8 +50,7 @@ def main(role: Role, kind: type[S], make: Make[S]) -> NoReturn:
         sys.exit(EXIT_CONFIG)
     worker = worker_name(settings, role)
     telemetry.configure(settings.log_level, settings.log_format, role=role, worker=worker)
-    if settings.threads:
-        os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    os.environ.update(openmp(settings.threads, os.environ))  # torch is not imported yet
     try:
         anyio.run(_live, settings, worker, make, backend_options={"use_uvloop": sys.platform != "win32"})
     except* (ConfigError, ModelError) as group:
@@ -105,8 +110,54 @@ def model_folder(model: str) -> Path:
     return resolve(model)
 
 
-def load_engine(settings: Settings, folder: Path, layers: int | None = None) -> StepEngine:
-    """The paged engine with the pool the settings ask for. Blocking."""
+def load_engine(
+    settings: Settings, folder: Path, *, slots: int, lookahead: int = 0, generates: bool = True
+) -> StepEngine:
+    """The paged engine that the settings ask for, for at most `slots` sequences at once. Blocking.
+
+    A sequence may go back up to `lookahead` tokens that it guessed. `generates`: see `Engine.load`. Raises ConfigError for a KV codec that ruins the
+    model, unless told only to warn.
+    """
+    engine = _load(settings, folder, kv_codec=settings.kv_codec, slots=slots, lookahead=lookahead, generates=generates)
+    if settings.kv_codec != "none" and settings.kv_check != "off":
+        from shared.engine.calibration import calibrated
+
+        started = time.monotonic()
+        quality = calibrated(engine, folder)
+        vet(settings, quality, time.monotonic() - started)
+    return engine
+
+
+def vet(settings: Settings, quality: Quality, seconds: float) -> None:
+    """Say what the KV codec costs. Raises ConfigError, with the figures, when it ruins the model."""
+    from shared.engine.calibration import Verdict, judge
+
+    verdict = judge(quality)
+    if verdict is Verdict.RUINED and settings.kv_check == "refuse":
+        raise ConfigError(
+            f"KV codec {settings.kv_codec} ruins this model: perplexity {quality.perplexity:.4g} instead of "
+            f"{quality.baseline_perplexity:.4g}, {quality.top1_agreement:.0%} of the most likely tokens unchanged; "
+            "`trine check` shows what others cost, --kv-codec none costs nothing, TRINE_KV_CHECK=warn serves it anyway",
+            field="kv_codec",
+        )
+    log = structlog.get_logger()
+    (log.info if verdict is Verdict.OK else log.warning)(
+        "KV codec measured",
+        verdict=verdict.value,
+        codec=settings.kv_codec,
+        perplexity_ratio=round(quality.ratio, 4),
+        top1_agreement=round(quality.top1_agreement, 4),
+        mean_kl=round(quality.mean_kl, 5),
+        seconds=round(seconds, 2),
+    )
+
+
+def load_draft_engine(settings: Settings, folder: Path, layers: int | None) -> StepEngine:
+    """As `load_engine`, of the first `layers` layers if given. A drafter's KV is its own: stored as it is."""
+    return _load(settings, folder, layers=layers)
+
+
+def _load(settings: Settings, folder: Path, **more: Any) -> Engine:
     from shared.engine.engine import Engine
 
     return Engine.load(
@@ -114,6 +165,7 @@ def load_engine(settings: Settings, folder: Path, layers: int | None = None) -> 
         block_size=settings.block_size,
         kv_blocks=settings.kv_blocks,
         kv_memory_mb=settings.kv_memory_mb,
-        layers=layers,
+        weights=settings.weights,
         threads=settings.threads,
+        **more,
     )

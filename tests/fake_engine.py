@@ -52,6 +52,7 @@ class FakeEngine:
         step_s: float = 0.0,
         seeded: bool = False,
         fingerprint: str = "fake-weights",
+        codec: str = "none",
         wrong_every: int = 0,
     ) -> None:
         self._pool = np.full((blocks, block_size), EMPTY, dtype="<u4")
@@ -59,6 +60,7 @@ class FakeEngine:
         self._seeded = seeded
         self._wrong_every = wrong_every
         self._lock = threading.Lock()
+        self._codec = codec
         self.steps = 0
         self.tokens_computed = 0
         self.poison: int | None = None  # a token that makes the step raise
@@ -79,7 +81,7 @@ class FakeEngine:
     def identity(self) -> Identity:
         info = self.info
         return Identity(
-            fingerprint=info.fingerprint, codec="none", block_size=info.block_size, block_bytes=info.block_bytes
+            fingerprint=info.fingerprint, codec=self._codec, block_size=info.block_size, block_bytes=info.block_bytes
         )
 
     def with_eos(self, *ids: int) -> FakeEngine:

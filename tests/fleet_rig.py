@@ -18,6 +18,7 @@ from services.prefill.service import PrefillWorker
 from shared.actor import Actor
 from shared.bus.base import Bus
 from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.engine.base import StepEngine
 from shared.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine, FakeTokenizer
 from trine.client import Client
@@ -85,30 +86,29 @@ class FleetRig:
         self._clients.append(client)
         return client
 
-    async def decode(self, name: str = "decode-1", engine: FakeEngine | None = None, **overrides: Any) -> DecodeWorker:
+    async def decode(self, name: str = "decode-1", engine: StepEngine | None = None, **overrides: Any) -> DecodeWorker:
         settings = DecodeSettings(**{**COMMON, "local_prefill_tokens": 8, "prefill_patience_s": 1.0, **overrides})
-        engine = self.engines[name] = engine or FakeEngine(blocks=128)
+        engine = self._engine(name, engine)
         tokenizer = cast("Tokenizer", FakeTokenizer())
         worker = DecodeWorker(settings, self.bus(name), self.bus(name), name, engine, tokenizer)
         await self._start(name, worker)
         return worker
 
     async def prefill(
-        self, name: str = "prefill-1", engine: FakeEngine | None = None, **overrides: Any
+        self, name: str = "prefill-1", engine: StepEngine | None = None, **overrides: Any
     ) -> PrefillWorker:
         settings = PrefillSettings(**{**COMMON, "chunk_tokens": 16, **overrides})
-        engine = self.engines[name] = engine or FakeEngine(blocks=128)
+        engine = self._engine(name, engine)
         worker = PrefillWorker(settings, self.bus(name), self.bus(name), name, engine)
         await self._start(name, worker)
         return worker
 
     async def drafter(
-        self, name: str = "drafter-1", engine: FakeEngine | None = None, **overrides: Any
+        self, name: str = "drafter-1", engine: StepEngine | None = None, **overrides: Any
     ) -> DrafterWorker:
         settings = DrafterSettings(**{**COMMON, "draft_source": "model", **overrides})
-        slow = None
+        engine, slow = self._engine(name, engine), None
         if settings.draft_source != "lookup":
-            engine = self.engines[name] = engine or FakeEngine(blocks=128)
             slow = ModelSource(engine, within_budget=settings.draft_source == "auto")
         worker = DrafterWorker(
             settings,
@@ -116,11 +116,16 @@ class FleetRig:
             name,
             instant=[] if settings.draft_source == "model" else [Lookup(2)],
             slow=slow,
-            vocabulary="fake-vocabulary",
-            vocab_size=1000,
+            vocabulary=engine.info.vocabulary,
+            vocab_size=engine.info.vocab_size,
         )
         await self._start(name, worker)
         return worker
+
+    def _engine(self, name: str, engine: StepEngine | None) -> StepEngine:
+        engine = engine or FakeEngine(blocks=128)
+        self.engines[name] = cast("FakeEngine", engine)  # a test that gives another one knows
+        return engine
 
     async def _start(self, name: str, worker: Actor) -> None:
         self.workers[name] = worker

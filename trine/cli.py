@@ -1,4 +1,4 @@
-"""The command line: `trine up`, `trine generate`, `trine demo`."""
+"""The command line: `trine up`, `trine generate`, `trine check`, `trine demo`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,8 @@ from rich.console import Console
 
 from shared import telemetry
 from shared.errors import InvalidField
-from trine.console import log_printer, progress_bar, reported
+from trine.console import EXIT_FAILED, log_printer, progress_bar, reported
+from trine.settings import variables
 
 app = typer.Typer(
     help="LLM serving as prefill, decode and drafter actors on NATS, with a shared prefix cache.",
@@ -58,6 +60,11 @@ def up(
     ] = "embedded",
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
     kv_memory_mb: Annotated[int | None, typer.Option(help="KV pool of each worker.")] = None,
+    kv_codec: Annotated[str | None, typer.Option(help="none, int8, fp8_e4m3 or int4: how KV is stored.")] = None,
+    kv_check: Annotated[
+        str | None, typer.Option(help="refuse, warn or off: what to do with a codec that ruins the model.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="native, or int8: linear layers in 8 bits (CPU).")] = None,
     cache_bytes: Annotated[int | None, typer.Option(help="Size of the shared prefix cache.")] = None,
     draft_depth: Annotated[int | None, typer.Option(help="Tokens drafted per step; 0: no speculation.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads per worker; unset: cores / workers.")] = None,
@@ -70,13 +77,15 @@ def up(
         "drafter_model": drafter_model,
         "block_size": block_size,
         "kv_memory_mb": kv_memory_mb,
+        "kv_codec": kv_codec,
+        "kv_check": kv_check,
+        "weights": weights,
         "cache_bytes": cache_bytes,
         "draft_depth": draft_depth,
         "threads": threads,
         "log_level": log_level,
     }
-    env = {f"TRINE_{name.upper()}": str(value) for name, value in given.items() if value not in (None, "")}
-    _run_fleet({"prefill": prefill, "decode": decode, "drafter": drafter}, nats, env)
+    _run_fleet({"prefill": prefill, "decode": decode, "drafter": drafter}, nats, variables(given))
 
 
 def _run_fleet(counts: dict[str, int], nats: str, env: dict[str, str]) -> None:
@@ -149,6 +158,33 @@ async def _generate(nats: str | None, model: str | None, request: dict[str, Any]
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
     print(json.dumps(stream.completion.as_dict()) if as_json else "")
+
+
+@app.command()
+@reported
+def check(
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a hub id, or the built-in default.")] = "",
+    kv_codec: Annotated[str | None, typer.Option(help="int8, fp8_e4m3 or int4; all of them when not given.")] = None,
+    weights: Annotated[str | None, typer.Option(help="native, or int8: measure these instead.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Measure on this text, not on the built-in English.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
+) -> None:
+    """Measure what a KV codec costs a model, before it serves. Exit code 1 if it ruins it."""
+    from trine.check import check, table
+
+    env = variables(
+        {"model": model, "kv_codec": kv_codec, "weights": weights, "block_size": block_size, "threads": threads}
+    )
+    with progress_bar(Console(stderr=True, highlight=False)) as progress:
+        report = check(env, text, progress)
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        Console(highlight=False).print(table(report))
+    if report.ruined:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

@@ -30,6 +30,8 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
+        except typer.Exit:
+            raise
         except BusDisconnected as error:
             fail(f"{error.message}; start one with `trine up`, or say where it is with --nats")
         except TrineError as error:

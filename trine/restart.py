@@ -14,7 +14,8 @@ class RestartPolicy:
 
     The n-th death in a row delays the restart by `base` x 2^(n-1), at most `cap`, times a random factor between 1/2
     and 1, so that workers that died together do not come back together. A life of `healthy_after` or longer starts
-    the count again. After `give_up_after` deaths in a row with `EXIT_CONFIG` it gives up.
+    the count again. After `give_up_after` deaths in a row with `EXIT_CONFIG` it gives up, however long each life was: a
+    worker may refuse only after it has loaded a large model.
     """
 
     base: float = 0.5
@@ -28,7 +29,7 @@ class RestartPolicy:
     def died(self, lived: float, exit_code: int) -> float | None:
         """Seconds until the next start; None to give up."""
         if lived >= self.healthy_after:
-            self.deaths = self.refusals = 0
+            self.deaths = 0
         self.deaths += 1
         self.refusals = self.refusals + 1 if exit_code == EXIT_CONFIG else 0
         if self.refusals >= self.give_up_after:

@@ -10,9 +10,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
-
-from pydantic import ValidationError
 
 from services.decode.config import DecodeSettings
 from services.drafter.config import DrafterSettings
@@ -25,8 +22,8 @@ from shared.subjects import ROLES
 from trine.process import Child, LogSink, worker_env
 from trine.readiness import Counts, Progress, await_ready
 from trine.restart import RestartPolicy
+from trine.settings import checked
 
-S = TypeVar("S", bound=Settings)
 _SETTINGS: dict[str, type[Settings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
@@ -88,8 +85,8 @@ class Fleet:
         self._log = log
         for role, n in self.counts.items():
             if n:
-                _checked(_SETTINGS[role], {**self._env, **self._role_env.get(role, {})})
-        self.settings = _checked(Settings, self._env)
+                checked(_SETTINGS[role], {**self._env, **self._role_env.get(role, {})})
+        self.settings = checked(Settings, self._env)
         self.nats = _embedded(nats, self.settings.cache_bytes)
         names = {f"{role}-{i}": role for role in ROLES for i in range(1, self.counts[role] + 1)}
         self._places = {name: _Place(name, role) for name, role in names.items()}
@@ -259,16 +256,6 @@ class Fleet:
             if sign is not signal.SIGKILL and self._at_once.is_set():
                 return
             time.sleep(POLL_S / 5)
-
-
-def _checked(kind: type[S], env: Mapping[str, str]) -> S:
-    """What a worker will read in its environment. Raises ConfigError naming the variable."""
-    given: dict[str, Any] = {name.removeprefix("TRINE_").lower(): value for name, value in env.items()}
-    try:
-        return kind(**given)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise ConfigError(f"TRINE_{str(first['loc'][0]).upper()}: {first['msg']}") from None
 
 
 def _embedded(nats: str, cache_bytes: int) -> EmbeddedNats | None:

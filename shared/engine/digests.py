@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shared.config import cache_home
@@ -35,11 +35,12 @@ def cached(kind: str, path: Path, compute: Callable[[Path], list[str]]) -> list[
     except (OSError, ValueError, KeyError, TypeError):
         pass
     value = compute(path)
-    _store(slot, {"key": key, "value": value})
+    store(slot, {"key": key, "value": value})
     return value
 
 
-def _store(slot: Path, entry: dict[str, list[str]] | dict[str, object]) -> None:
+def store(slot: Path, entry: Mapping[str, object]) -> None:
+    """Write `entry` as JSON, all or nothing; where that cannot be done, nothing."""
     try:
         slot.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=slot.parent)

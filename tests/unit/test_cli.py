@@ -179,6 +179,7 @@ async def test_a_reader_that_leaves_early_is_no_error_message(nats: EmbeddedNats
 async def test_up_refuses_bad_settings_before_it_starts_anything() -> None:
     for arguments, message in (
         (["--block-size", "0"], "TRINE_BLOCK_SIZE: Input should be greater than or equal to 1"),
+        (["--block-size", "2", "--kv-codec", "int4"], "TRINE_KV_CODEC: int4 needs a block size of at least 4"),
         (["--draft-depth", "99"], "TRINE_DRAFT_DEPTH: Input should be less than or equal to 64"),
         (["--nats", "embedded:x"], "'x' is no port"),
         (["--model", "/no/such/model"], "no folder or GGUF file '/no/such/model'"),
@@ -192,4 +193,4 @@ async def test_up_refuses_bad_settings_before_it_starts_anything() -> None:
 async def test_version_and_help() -> None:
     assert (await run("--version")).out.startswith("trine 0.")
     shown = (await run("--help")).out
-    assert all(command in shown for command in ("up", "generate", "demo"))
+    assert all(command in shown for command in ("up", "generate", "check", "demo"))
