@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 from shared.messages import Sampling
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0: the noise could then only decide between logits closer than about 2e-4,
 which is what two correct ways of computing the same logits differ by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one row of logits becomes a token.
+
+    `position` is the index of the token to choose in the whole sequence, prompt included: the number of tokens that
+    stand before it. Target and drafter must count alike, or their noise differs and drafts are refused.
+    """
+
+    sampling: Sampling
+    seed: int
+    position: int
 
 
 def is_greedy(sampling: Sampling) -> bool:

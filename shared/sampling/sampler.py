@@ -7,29 +7,17 @@ the text independent of drafts, of batching and of restarts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shared.errors import TrineError
-from shared.messages import Sampling
+from shared.sampling.device import choose
 from shared.sampling.filters import candidates
 from shared.sampling.noise import MAX_GUMBEL, gumbel, gumbel_of
-from shared.sampling.params import is_greedy
+from shared.sampling.params import Row, is_greedy
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """How one row of logits becomes a token.
-
-    `position` is the index of the token to choose in the whole sequence, prompt included: the number of tokens that
-    stand before it. Target and drafter must count alike, or their noise differs and drafts are refused.
-    """
-
-    sampling: Sampling
-    seed: int
-    position: int
+__all__ = ["BadLogits", "Row", "sample"]
 
 
 class BadLogits(TrineError):
@@ -50,6 +38,18 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
         raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows")
     if not rows:
         return []
+    return _on_device(logits, rows) if logits.is_cuda else _on_host(logits, rows)
+
+
+def _on_device(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    tokens: list[int] = choose(logits, rows).tolist()  # the step's only wait for the device
+    bad = tuple(i for i, token in enumerate(tokens) if token < 0)
+    if bad:
+        raise BadLogits(bad)
+    return tokens
+
+
+def _on_host(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     largest, best = logits.max(dim=-1)
     usable = largest.isfinite()  # NaN counts as the largest
     if not usable.all():
