@@ -55,6 +55,10 @@ class Settings(BaseSettings):
     """int8: linear layers multiply in 8 bits (CPU). All workers of a model must agree."""
     cache_bytes: Annotated[int, Field(ge=MiB)] = 1024 * MiB
     """Size of the shared prefix cache (the KV stream's max_bytes)."""
+    host_cache_mb: Annotated[int, Field(ge=0)] = 1024
+    """Memory through which the workers of one machine share blocks, in MiB for all of them; 0: through NATS alone."""
+    host_cache_dir: str = ""
+    """A folder in memory for that; when empty, one of its own for each NATS address."""
     max_queued: Annotated[int, Field(ge=1)] = 1000
     """Requests waiting for a decode worker before clients are told `overloaded`."""
     ack_wait_s: Annotated[float, Field(gt=0)] = 5.0

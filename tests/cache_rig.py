@@ -13,7 +13,8 @@ from shared.cache import frames, naming
 from shared.cache.follower import IndexFollower
 from shared.cache.frames import BlockMeta
 from shared.cache.index import PrefixIndex
-from shared.cache.store import StreamBlockStore, block_stream, index_for
+from shared.cache.store import block_stream, index_for
+from shared.cache.stream_store import StreamBlockStore
 from shared.messages import Identity
 from shared.subjects import Subjects
 

@@ -122,6 +122,9 @@ class FakeEngine:
     def read_block(self, block: int) -> memoryview:
         return memoryview(self._pool[block].tobytes())
 
+    def landing(self, block: int) -> memoryview:
+        return self._pool[block].data.cast("B")
+
     def write_block(self, block: int, data: bytes | memoryview) -> None:
         if len(data) != self.info.block_bytes:
             raise FrameError(f"{len(data)} bytes for a block of {self.info.block_bytes}")

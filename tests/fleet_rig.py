@@ -31,6 +31,7 @@ COMMON: dict[str, Any] = {
     "beat_s": 0.05,
     "peer_timeout_s": 0.3,
     "drain_s": 2.0,
+    "host_cache_mb": 0,
 }
 
 

@@ -11,7 +11,6 @@ from services.decode.config import DecodeSettings
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Sequence
 from shared.bus.base import Bus
-from shared.cache.fetch import fetch
 from shared.cache.prefix import PrefixCache
 from shared.codec import encode
 from shared.engine.base import StepEngine
@@ -64,7 +63,7 @@ class Loader:
         epoch = sequence.epoch
         wanted = (len(sequence.tokens) - 1) // self._block_size
         have = sequence.computed // self._block_size
-        await self._fetch(sequence, epoch, have + self._cache.index.longest(sequence.names[have:wanted]))
+        await self._fetch(sequence, epoch, have + self._cache.longest(sequence.names[have:wanted]))
         if sequence.epoch != epoch:
             return
         if sequence.cached_tokens is None:
@@ -85,18 +84,20 @@ class Loader:
         """Blocks up to number `upto` from the shared cache into the pool; stops at the first miss."""
         first = sequence.computed // self._block_size
 
-        def take(index: int, data: memoryview) -> bool:
-            if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
-                return False  # its blocks may belong to somebody else by now
-            block = self._scheduler.place(sequence, first + index)
-            if block is None:  # a sequence before it in rank has taken it: the rest is computed when there is one
-                self._scheduler.loaded(sequence)
-                return False
-            self._engine.write_block(block, data)
-            self._scheduler.filled(sequence, first + index)
-            return True
+        def wanted() -> bool:
+            return sequence.epoch == epoch and sequence.phase is Phase.LOADING
 
-        return await fetch(self._cache.store, [sequence.meta(i, self._block_size) for i in range(first, upto)], take)
+        def claim(index: int) -> int | None:
+            return self._scheduler.place(sequence, first + index) if wanted() else None
+
+        def take(index: int) -> bool:
+            if wanted():  # else its blocks may belong to somebody else by now
+                self._scheduler.filled(sequence, first + index)
+                self._cache.share(sequence.meta(first + index, self._block_size))
+            return wanted()
+
+        metas = [sequence.meta(i, self._block_size) for i in range(first, upto)]
+        return await self._cache.fetch(metas, claim, take)
 
     async def _prefill_remotely(
         self,
@@ -111,7 +112,7 @@ class Loader:
         while (have := sequence.computed // self._block_size) < wanted:
             if not asked and not await self._publish_job(sequence, wanted, budget_s, again):
                 return
-            present = await self._cache.follower.wait(sequence.names[have:wanted], POLL_S)
+            present = await self._cache.wait(sequence.names[have:wanted], POLL_S)
             if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
                 return
             on_producers(await self._fetch(sequence, epoch, have + present))

@@ -23,6 +23,7 @@ from shared.bus.base import Bus, ConsumerSpec, Job, StreamSpec
 from shared.bus.settle import settle
 from shared.cache import naming
 from shared.cache.blocks import BlockAllocator
+from shared.cache.host_store import HostStore
 from shared.cache.prefix import PrefixCache
 from shared.engine.base import StepEngine
 from shared.errors import ContextLengthExceeded, DeadlineExceeded, TrineError
@@ -64,7 +65,8 @@ class DecodeWorker(JobActor):
             max_running=settings.max_running,
             step_tokens=settings.step_tokens,
         )
-        self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self.allocator, worker)
+        host = HostStore.of(settings, engine.identity)
+        self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self.allocator, worker, host)
         self._loader = Loader(
             settings,
             TENANT,
@@ -140,7 +142,7 @@ class DecodeWorker(JobActor):
         return {
             **super().side_tasks(),
             "steps": self._steps,
-            "publish": self._cache.publisher.run,
+            "publish": self._cache.publish,
             "deadlines": self._watch_deadlines,
             **{f"intake-{p}": self._intake.loop(p, self.until_bus) for p in PRIORITIES},
         }
@@ -286,7 +288,7 @@ class DecodeWorker(JobActor):
         sequence = outcome.sequence
         request = self._requests[sequence.id]
         for index in outcome.filled:
-            self._cache.publisher.offer(sequence.meta(index, self._info.block_size))
+            self._cache.offer(sequence.meta(index, self._info.block_size))
         if not outcome.tokens:
             return
         if not request.first_token:

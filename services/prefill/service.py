@@ -14,7 +14,7 @@ from shared.bus.base import Bus, ConsumerSpec, Job, StreamSpec
 from shared.bus.settle import settle
 from shared.cache import naming
 from shared.cache.blocks import BlockAllocator
-from shared.cache.fetch import fetch
+from shared.cache.host_store import HostStore
 from shared.cache.prefix import PrefixCache
 from shared.codec import decode
 from shared.engine.base import StepEngine
@@ -53,7 +53,8 @@ class PrefillWorker(JobActor):
             chunk_tokens=settings.chunk_tokens,
             max_jobs=settings.max_jobs,
         )
-        self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self._allocator, worker)
+        host = HostStore.of(settings, engine.identity)
+        self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self._allocator, worker, host)
         self._running: dict[int, _Running] = {}
         self._changed = anyio.Event()
 
@@ -86,7 +87,7 @@ class PrefillWorker(JobActor):
             **super().side_tasks(),
             "intake": self._intake,
             "steps": self._steps,
-            "publish": self._cache.publisher.run,
+            "publish": self._cache.publish,
         }
 
     async def drain(self) -> None:
@@ -160,32 +161,32 @@ class PrefillWorker(JobActor):
                 await self._changed.wait()
         if task.ended:
             return
-        local = task.have
         await self._fetch(task)
         running.cached = task.have
         if task.ended:
             return
-        for index in range(local):  # ours, but perhaps evicted from the shared cache
-            self._cache.publisher.offer(task.meta(index))
+        for index in range(task.have):  # perhaps evicted from the shared cache, or in one of its tiers only
+            self._cache.offer(task.meta(index))
         self._scheduler.start(task)
         self._notify()
 
     async def _fetch(self, task: PrefillTask) -> None:
         first = task.have
-        upto = first + self._cache.index.longest(task.names[first:])
+        upto = first + self._cache.longest(task.names[first:])
 
-        def take(index: int, data: memoryview) -> bool:
-            if task.ended:
-                return False  # its blocks may belong to somebody else by now
-            self._engine.write_block(task.table[first + index], data)
-            self._scheduler.filled(task, first + index)
-            return True
+        def claim(index: int) -> int | None:
+            return None if task.ended else task.table[first + index]
 
-        await fetch(self._cache.store, [task.meta(i) for i in range(first, upto)], take)
+        def take(index: int) -> bool:
+            if not task.ended:  # else its blocks may belong to somebody else by now
+                self._scheduler.filled(task, first + index)
+            return not task.ended
+
+        await self._cache.fetch([task.meta(i) for i in range(first, upto)], claim, take)
 
     async def _finish(self, running: _Running) -> None:
         """Ack when every block is stored, or was given up by the store: then the decode worker computes it."""
-        await self._cache.publisher.settled(running.task.names)
+        await self._cache.settled(running.task.names)
         await settle(running.job.ack())
         self._forget(running)
         self.counters["jobs_done"] += 1
@@ -243,7 +244,7 @@ class PrefillWorker(JobActor):
             return
         for task, filled in self._scheduler.complete(works):
             for index in filled:
-                self._cache.publisher.offer(task.meta(index))
+                self._cache.offer(task.meta(index))
 
     def _notify(self) -> None:
         self._changed.set()

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from shared.bus.block_link import BlockLink
+
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
@@ -112,6 +114,10 @@ class Bus(Protocol):
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Called after each reconnect (not after the first connect)."""
+        ...
+
+    def link(self) -> BlockLink:
+        """A way of its own for bulk bytes, to the same servers with the same credentials; for one thread at a time."""
         ...
 
     async def close(self) -> None: ...

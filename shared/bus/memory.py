@@ -27,6 +27,8 @@ from shared.bus.base import (
     StreamState,
     Subscription,
 )
+from shared.bus.block_link import BlockLink
+from shared.bus.bus_link import BusLink
 from shared.bus.memory_broker import MemoryBroker, MemorySubscription
 from shared.bus.memory_stream import MemoryConsumer, MemoryStream, Record
 from shared.bus.wire import check_message_id, header_bytes, matches, overlaps
@@ -142,6 +144,9 @@ class MemoryBus:
         for callback in self._callbacks:
             self._spawn(self._call_back(callback))
         self.broker.notify()
+
+    def link(self) -> BlockLink:
+        return BusLink(self, asyncio.get_running_loop())
 
     async def close(self) -> None:
         self._closed = True

@@ -15,21 +15,24 @@ from shared.bus.base import (
     StreamState,
     Subscription,
 )
+from shared.bus.block_link import BlockLink
+from shared.bus.bulk_stream import StreamLink
 from shared.bus.nats_api import Api
 from shared.bus.nats_connection import Connection
 from shared.bus.nats_follow import Follower
 from shared.bus.nats_queue import Queues
 from shared.bus.nats_stream import Streams
-
-DEFAULT_MAX_PENDING = 64 << 20
-"""nats-server's own default for `max_pending`, in bytes."""
+from shared.bus.wire import DEFAULT_MAX_PENDING
 
 
 class NatsBus:
     """`await NatsBus.connect(url, name=...)`. Implements `shared.bus.base.Bus`; needs an asyncio event loop."""
 
-    def __init__(self, connection: Connection, max_pending: int) -> None:
+    def __init__(self, connection: Connection, url: str, name: str, max_pending: int) -> None:
         self._connection = connection
+        self._url = url
+        self._name = name
+        self._max_pending = max_pending
         self._api = Api(connection)
         self._streams = Streams(connection, self._api, max_pending)
         self._queues = Queues(connection, self._api)
@@ -45,7 +48,7 @@ class NatsBus:
         """
         connection = Connection(url, name)
         await connection.open(wait)
-        return cls(connection, max_pending)
+        return cls(connection, url, name, max_pending)
 
     @property
     def connected(self) -> bool:
@@ -61,6 +64,9 @@ class NatsBus:
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._connection.on_reconnect(callback)
+
+    def link(self) -> BlockLink:
+        return StreamLink(self._url, f"{self._name}/bulk", max_pending=self._max_pending)
 
     async def close(self) -> None:
         """Send what is left, then end. Takes a few seconds at most; handlers that still run are cancelled."""

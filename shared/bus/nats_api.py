@@ -7,8 +7,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from nats.aio.msg import Msg
-
 from shared.bus.base import ConsumerSpec, StreamSpec, StreamState
 from shared.bus.nats_client import status_of
 from shared.bus.nats_connection import NO_RESPONDERS, Connection
@@ -32,21 +30,22 @@ class ApiError(BusError):
         self.number = number
 
 
-def parse(message: Msg) -> dict[str, Any]:
+def parse_answer(data: bytes) -> dict[str, Any]:
     """The JSON object in an answer. Raises StreamMissing or ApiError for the error in it, BusError for other bytes."""
     try:
-        answer = json.loads(message.data)
-    except ValueError:
+        answer = json.loads(data)
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
-        raise BusError(f"not an answer of JetStream: {message.data[:80]!r}")
+        raise BusError(f"not an answer of JetStream: {data[:80]!r}")
     error = answer.get("error")
     if not isinstance(error, dict):
         return answer
-    number, text = int(error.get("err_code", 0)), str(error.get("description", "refused"))
+    status, number = (n if type(n) is int else 0 for n in (error.get("code"), error.get("err_code")))
+    text = str(error.get("description", "refused"))
     if number in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
         raise StreamMissing(text)
-    raise ApiError(text, int(error.get("code", 0)), number)
+    raise ApiError(text, status, number)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Api:
         answer = await self._connection.call(f"$JS.API.{subject}", data, deadline)
         if status_of(answer) == NO_RESPONDERS:
             raise BusDisconnected("JetStream is not available on this NATS server")
-        return parse(answer)
+        return parse_answer(answer.data)
 
     async def stream(self, name: str) -> StreamInfo:
         try:

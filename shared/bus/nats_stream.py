@@ -11,7 +11,7 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from shared.bus.base import Stored
-from shared.bus.nats_api import Api, ApiError, parse
+from shared.bus.nats_api import Api, ApiError, parse_answer
 from shared.bus.nats_client import status_of, user_headers
 from shared.bus.nats_connection import NO_RESPONDERS, Connection, NoAnswer
 from shared.bus.wire import check_message_id
@@ -61,11 +61,11 @@ class Streams:
         delay = 0.01
         while True:
             try:
-                ack = parse(await self._call(subject, payload, deadline, sent))
+                ack = parse_answer((await self._call(subject, payload, deadline, sent)).data)
             except ApiError as error:
                 # The stream's ingest queue is full: nothing was stored, so try again a little later.
                 if error.status != TOO_MANY_REQUESTS or _now() + delay > deadline:
-                    raise _append_error(subject, error) from None
+                    raise append_error(subject, error) from None
                 await asyncio.sleep(delay * random.uniform(0.5, 1.5))
                 delay = min(2 * delay, 0.5)
                 continue
@@ -195,7 +195,8 @@ def _stored(message: Msg) -> Stored:
     return Stored(subject, _number(message, "Nats-Sequence"), message.data, user_headers(message), len(message.data))
 
 
-def _append_error(subject: str, error: ApiError) -> BusError | TooLarge:
+def append_error(subject: str, error: ApiError) -> BusError | TooLarge:
+    """What the refusal of a message means to who wanted it stored."""
     if error.number in WRONG_LAST_SEQUENCE:
         return SequenceConflict(f"{subject}: {error}")
     if error.number == MESSAGE_TOO_LARGE:

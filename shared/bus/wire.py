@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from shared.errors import TooLarge
 
+DEFAULT_MAX_PENDING = 64 << 20
+"""nats-server's own default for `max_pending`, in bytes."""
 MAX_MESSAGE_ID = 1024
 """Bytes. Sent as a header, in the room that a bus keeps free beside the largest payload."""
 

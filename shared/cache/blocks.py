@@ -101,6 +101,13 @@ class BlockAllocator:
         self.counters.hits += len(blocks)
         return blocks
 
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more reference on each of these blocks, which somebody holds already."""
+        if any(self._refs[self._checked(block)] == 0 for block in blocks):
+            raise BlockMisuse("a block to be held is nobody's")
+        for block in blocks:
+            self._refs[block] += 1
+
     def commit(self, block: int, name: bytes) -> None:
         """The block is full and will not change any more: others may find it under `name`.
 

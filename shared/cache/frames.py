@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -34,7 +34,9 @@ MAX_PARTS = MAX_BLOCK_BYTES // MIN_PART_BYTES
 DIGEST_BYTES = 32
 _ALIGN = 64  # bodies start on this, so that they can be viewed as any dtype
 _PREFIX = struct.Struct("<4sI")
-MAX_FRAME = PART_BYTES + MAX_HEADER + _PREFIX.size + _ALIGN
+MAX_HEAD = MAX_HEADER + _PREFIX.size + _ALIGN
+MAX_FRAME = PART_BYTES + MAX_HEAD
+Digest = Callable[[memoryview], bytes]  # DIGEST_BYTES bytes that tell of any damage to a body
 
 _FIELDS: dict[str, type] = {
     "v": int, "name": bytes, "parent": bytes, "tokens": bytes, "codec": str, "block_bytes": int,
@@ -87,10 +89,10 @@ def part_bytes_for(max_payload: int) -> int:
     Raises ConfigError when not even MIN_PART_BYTES would fit.
     """
     size = PART_BYTES
-    while size >= MIN_PART_BYTES and size + MAX_HEADER + _PREFIX.size + _ALIGN > max_payload:
+    while size >= MIN_PART_BYTES and size + MAX_HEAD > max_payload:
         size //= 2
     if size < MIN_PART_BYTES:
-        needed = MIN_PART_BYTES + MAX_HEADER + _PREFIX.size + _ALIGN
+        needed = MIN_PART_BYTES + MAX_HEAD
         raise ConfigError(f"max_payload {max_payload} is too small for cache frames; they need {needed}")
     return size
 
@@ -118,8 +120,12 @@ def check_block(block: BlockMeta, nbytes: int, identity: Identity) -> None:
         _refuse("name, parent or producer have the wrong length")
 
 
+def sha256(body: memoryview) -> bytes:
+    return hashlib.sha256(body).digest()
+
+
 def encode(
-    block: BlockMeta, payload: memoryview, identity: Identity, part_bytes: int
+    block: BlockMeta, payload: memoryview, identity: Identity, part_bytes: int, digest: Digest = sha256
 ) -> list[tuple[bytes, memoryview]]:
     """(head, body) of each part; bodies view `payload`, which must not change while they are in use.
 
@@ -135,7 +141,7 @@ def encode(
     frames: list[tuple[bytes, memoryview]] = []
     for part in range(part_count(len(payload), part_bytes)):
         body = payload[part * part_bytes : (part + 1) * part_bytes]
-        own = {"part": part, "offset": part * part_bytes, "length": len(body), "digest": hashlib.sha256(body).digest()}
+        own = {"part": part, "offset": part * part_bytes, "length": len(body), "digest": digest(body)}
         frames.append((_head(common | own), body))
     return frames
 
@@ -150,12 +156,37 @@ def decode(data: bytes | memoryview) -> Frame:
     view = memoryview(data).cast("B")
     if not _PREFIX.size <= len(view) <= MAX_FRAME:
         _refuse(f"{len(view)} bytes are no frame")
+    end = _header_end(view)
+    return _frame(view[:end], view[end + -end % _ALIGN :])
+
+
+def decode_apart(head: bytes, body: memoryview) -> Frame:
+    """The frame whose head and body do not lie in one piece; the body may be longer than a part on the wire.
+
+    Raises FrameError when `head` is not exactly the head of a body of that length.
+    """
+    view = memoryview(head)
+    if len(view) < _PREFIX.size or len(view) != (end := _header_end(view)) + -end % _ALIGN:
+        _refuse(f"{len(view)} bytes are no frame's head")
+    return _frame(view[:end], body)
+
+
+def read_head(take: Callable[[int], bytes]) -> bytes:
+    """The head of a frame that arrives piece by piece: `take(n)` gives its next n bytes. Raises FrameError."""
+    prefix = take(_PREFIX.size)
+    end = _header_end(memoryview(prefix), arrived=False)
+    return prefix + take(end + -end % _ALIGN - _PREFIX.size)
+
+
+def _header_end(view: memoryview, arrived: bool = True) -> int:
     magic, size = _PREFIX.unpack_from(view)
-    if magic != MAGIC or size > MAX_HEADER or _PREFIX.size + size > len(view):
+    if magic != MAGIC or size > MAX_HEADER or (arrived and _PREFIX.size + size > len(view)):
         _refuse("no frame: wrong magic or header length")
-    header = _unpack(view[_PREFIX.size : _PREFIX.size + size])
-    start = _PREFIX.size + size
-    body = view[start + -start % _ALIGN :]
+    return _PREFIX.size + int(size)
+
+
+def _frame(head: memoryview, body: memoryview) -> Frame:
+    header = _unpack(head[_PREFIX.size :])
     _check_header(header, len(body))
     fields = {key: header[key] for key in _FIELDS if key not in ("v", "length")}
     return Frame(body=body, **fields)
@@ -187,7 +218,9 @@ def _check_header(h: dict[str, Any], body: int) -> None:
         _refuse(f"the header speaks of {h['length']!r:.20} bytes, {body} are there")
 
 
-def verify(frame: Frame, block: BlockMeta, identity: Identity, part: int, part_bytes: int) -> None:
+def verify(
+    frame: Frame, block: BlockMeta, identity: Identity, part: int, part_bytes: int, digest: Digest = sha256
+) -> None:
     """Raise FrameError unless the frame is part `part` of exactly the block that was asked for, undamaged.
 
     Hashes the body: call it off the event loop.
@@ -202,7 +235,7 @@ def verify(frame: Frame, block: BlockMeta, identity: Identity, part: int, part_b
     cut = (part, part_count(identity.block_bytes, part_bytes), offset, length)
     if (frame.part, frame.parts, frame.offset, len(frame.body)) != cut:
         _refuse("the block is cut into other parts")
-    if hashlib.sha256(frame.body).digest() != frame.digest:
+    if digest(frame.body) != frame.digest:
         _refuse("the bytes do not have the digest they claim")
 
 

@@ -1,20 +1,34 @@
-"""One worker's access to the shared prefix cache: index, store and publisher of its pool, wired together."""
+"""One worker's access to the shared prefix cache: index, tiers and publishers of its pool, wired together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+
+import anyio
+import structlog
 
 from shared.bus.base import Bus
 from shared.cache.blocks import BlockAllocator
+from shared.cache.fetch import Claim, Take, fetch
 from shared.cache.follower import IndexFollower
+from shared.cache.frames import BlockMeta
+from shared.cache.host_store import HostStore
 from shared.cache.publisher import BlockPublisher
-from shared.cache.store import StreamBlockStore, block_stream, index_for
+from shared.cache.store import BlockStore, block_stream, index_for
+from shared.cache.stream_store import StreamBlockStore
+from shared.cache.tiers import TieredStore
 from shared.engine.base import StepEngine
 from shared.subjects import Subjects
 
+HOST_POLL_S = 0.005
+"""How often a reader that waits looks whether a block has come into the host tier: nobody tells it."""
+
+log = structlog.get_logger(__name__)
+
 
 class PrefixCache:
-    """`bus` is a connection for bulk bytes alone: on a control connection they would delay everything else."""
+    """`bus` follows the index; bulk bytes take links of their own. `host` None: this worker shares no memory."""
 
     def __init__(
         self,
@@ -24,22 +38,83 @@ class PrefixCache:
         engine: StepEngine,
         allocator: BlockAllocator,
         worker: str,
+        host: HostStore | None = None,
     ) -> None:
+        identity = engine.identity
         self.stream = block_stream(subjects, cache_bytes)
-        self.index = index_for(bus, engine.identity)
-        self.follower = IndexFollower(bus, subjects, self.index, self.stream)
-        self.store = StreamBlockStore(bus, subjects, engine.identity, self.index)
-        self.publisher = BlockPublisher(allocator, self.store, self.index, engine.read_block, worker)
+        self._engine = engine
+        self._allocator = allocator
+        self._index = index_for(bus, identity)
+        self._follower = IndexFollower(bus, subjects, self._index, self.stream)
+        stream = StreamBlockStore(bus, subjects, identity, self._index)
+        self._store: BlockStore = stream
+        self._to_stream = BlockPublisher(allocator, stream, self._index.present, engine.read_block, worker)
+        self._publishers = [self._to_stream]
+        self._host = host
+        if host is not None:
+            self._store = TieredStore(host, stream)
+            self._publishers.append(BlockPublisher(allocator, host, host.has, engine.read_block, worker))
 
     @property
     def counters(self) -> Mapping[str, int]:
         """Of store and follower, for the beat."""
-        return {f"cache_{name}": n for name, n in {**self.store.counters, **self.follower.counters}.items() if n}
+        return {f"cache_{name}": n for name, n in {**self._store.counters, **self._follower.counters}.items() if n}
 
     async def start(self) -> None:
         """Raises ConfigError if the cache's stream exists with another configuration."""
-        await self.follower.start()
+        await self._follower.start()
+        if self._host is not None and (trouble := await self._host.open()):
+            log.warning("no host tier: blocks are shared through NATS alone", reason=trouble)
 
     async def close(self) -> None:
-        await self.follower.close()
-        await self.store.close()
+        await self._follower.close()
+        await self._store.close()
+
+    # Reading
+
+    def longest(self, names: Sequence[bytes]) -> int:
+        """How many of `names`, from the first on, can be fetched."""
+        length = 0
+        while length < len(names):
+            step = self._index.longest(names[length:])
+            if self._host is not None:
+                step = max(step, self._host.longest(names[length:]))
+            if not step:
+                break
+            length += step
+        return length
+
+    async def wait(self, names: Sequence[bytes], timeout: float) -> int:
+        """As `longest`, as soon as it is not 0, and at the latest after `timeout` seconds."""
+        if self._host is None:
+            return await self._follower.wait(names, timeout)
+        deadline = time.monotonic() + timeout
+        while not (length := self.longest(names)) and (left := deadline - time.monotonic()) > 0:
+            await self._follower.wait(names, min(left, HOST_POLL_S))
+        return length
+
+    async def fetch(self, wanted: Sequence[BlockMeta], claim: Claim, take: Take) -> set[str]:
+        """See `shared.cache.fetch`."""
+        return await fetch(self._store, self._engine, self._allocator, wanted, claim, take)
+
+    # Writing
+
+    def offer(self, meta: BlockMeta) -> None:
+        """The pool has this block: publish it where it is not known."""
+        for publisher in self._publishers:
+            publisher.offer(meta)
+
+    def share(self, meta: BlockMeta) -> None:
+        """The pool has this block from the stream: let this machine's other workers have it without."""
+        for publisher in self._publishers[1:]:
+            publisher.offer(meta)
+
+    async def publish(self) -> None:
+        """Side task: store what was offered."""
+        async with anyio.create_task_group() as group:
+            for publisher in self._publishers:
+                group.start_soon(publisher.run)
+
+    async def settled(self, names: Sequence[bytes]) -> None:
+        """Returns when none of these blocks waits to be stored in the stream any more."""
+        await self._to_stream.settled(names)

@@ -9,7 +9,6 @@ import anyio
 
 from shared.cache.blocks import BlockAllocator
 from shared.cache.frames import BlockMeta
-from shared.cache.index import PrefixIndex
 from shared.cache.store import BlockStore
 
 BATCH = 16  # blocks per put
@@ -17,19 +16,22 @@ MAX_PENDING = 1024  # more than that and new blocks are not published: it is onl
 
 
 class BlockPublisher:
-    """Holds a reference on every block it has yet to store, so that none is recycled under it."""
+    """Holds a reference on every block it has yet to store, so that none is recycled under it.
+
+    `known` tells whether the store has a block already.
+    """
 
     def __init__(
         self,
         allocator: BlockAllocator,
         store: BlockStore,
-        index: PrefixIndex,
+        known: Callable[[bytes], bool],
         read_block: Callable[[int], memoryview],
         producer: str,
     ) -> None:
         self._allocator = allocator
         self._store = store
-        self._index = index
+        self._known = known
         self._read_block = read_block
         self._producer = producer
         self._pending: dict[bytes, tuple[BlockMeta, int]] = {}
@@ -37,8 +39,8 @@ class BlockPublisher:
         self.skipped = 0
 
     def offer(self, meta: BlockMeta) -> None:
-        """Publish the block that the allocator holds under `meta.name`, unless the cache has it or too many wait."""
-        if meta.name in self._pending or self._index.present(meta.name):
+        """Publish the block that the allocator holds under `meta.name`, unless the store has it or too many wait."""
+        if meta.name in self._pending or self._known(meta.name):
             return
         if len(self._pending) >= MAX_PENDING or not (blocks := self._allocator.match([meta.name])):
             self.skipped += 1

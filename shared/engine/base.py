@@ -71,6 +71,10 @@ class StepEngine(Protocol):
         """The bytes of a block, read-only and zero-copy: valid until the block is written again."""
         ...
 
+    def landing(self, block: int) -> memoryview | None:
+        """The block's bytes, writable: what is written there is the block. None where that is not possible."""
+        ...
+
     def write_block(self, block: int, data: bytes | memoryview) -> None:
         """Overwrite a block. Raises FrameError when `data` is not exactly `block_bytes` long."""
         ...

@@ -192,6 +192,10 @@ class Engine:
         """See `StepEngine.read_block`."""
         return self._pool.block(block)
 
+    def landing(self, block: int) -> memoryview | None:
+        """See `StepEngine.landing`: on a GPU there is none."""
+        return self._pool.landing(block)
+
     def write_block(self, block: int, data: bytes | bytearray | memoryview) -> None:
         """See `StepEngine.write_block`."""
         self._pool.write(block, data)

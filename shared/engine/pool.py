@@ -115,6 +115,11 @@ class KVPool:
         """The block's bytes, read-only. On the CPU without a copy: they change when the block is written."""
         return self._row(index).cpu().numpy().data.toreadonly()
 
+    def landing(self, index: int) -> memoryview | None:
+        """The block's bytes, writable, without a copy; None for a pool on a GPU."""
+        row = self._row(index)
+        return row.numpy().data.cast("B") if row.is_cpu else None
+
     def write(self, index: int, data: bytes | bytearray | memoryview) -> None:
         """Raises FrameError unless `data` has exactly `block_bytes` bytes."""
         row, view = self._row(index), memoryview(data)

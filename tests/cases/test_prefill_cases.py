@@ -122,13 +122,13 @@ async def test_a_job_waits_for_blocks_until_a_cancelled_step_gives_them_back() -
 async def test_a_job_waits_for_blocks_until_they_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FleetRig() as rig:
         worker = await rig.prefill(engine=FakeEngine(blocks=12, step_s=0.06))
-        put, gate = worker._cache.store.put, asyncio.Event()
+        put, gate = worker._cache._store.put, asyncio.Event()
 
         async def slow(*args: Any, **options: Any) -> Any:
             await gate.wait()
             return await put(*args, **options)
 
-        monkeypatch.setattr(worker._cache.store, "put", slow)
+        monkeypatch.setattr(worker._cache._store, "put", slow)
         await queue_job(rig, "one", 1)
         await queue_job(rig, "two", 2)
         await asyncio.sleep(0.08)  # in the second of three steps

@@ -12,7 +12,8 @@ from shared.bus.base import Bus
 from shared.bus.embedded import EmbeddedNats
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
-from shared.cache.store import PutReport, StreamBlockStore
+from shared.cache.store import PutReport
+from shared.cache.stream_store import StreamBlockStore
 from shared.messages import Identity
 from tests.cache_rig import IDENTITY, SUBJECTS, Cache, cache_on, eventually, payload, right
 
