@@ -25,11 +25,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## start a fleet, stream an answer, ask again with a warm cache
 	$(BIN)/trine demo
 
+# Tests of pure code and of kernels share the cores; those that start fleets and servers have them to themselves.
+ALONE := tests/contract tests/integration tests/e2e
+TOGETHER := -n 2 --dist worksteal $(filter-out $(ALONE) tests/compose tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+
 test: setup ## the fast tests
-	$(BIN)/python -m pytest -m "not slow and not compose"
+	$(BIN)/python -m pytest -m "not slow" $(TOGETHER)
+	$(BIN)/python -m pytest -m "not slow" $(ALONE)
 
 test-slow: setup ## the tests that take longer than about ten seconds each
-	$(BIN)/python -m pytest -m "slow and not compose"
+	$(BIN)/python -m pytest -m slow $(TOGETHER)
+	$(BIN)/python -m pytest -m slow $(ALONE)
 
 lint: setup ## style, formatting, types and import layers
 	$(BIN)/ruff check .

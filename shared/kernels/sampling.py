@@ -41,7 +41,7 @@ def _score(row, ids, vocab, top, temperature, word):  # type: ignore[no-untyped-
     return score
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _contend(  # type: ignore[no-untyped-def]
     logits, stride, tops, temperatures, seeds, positions, scores, tokens, vocab, BLOCK: tl.constexpr
 ):
@@ -65,7 +65,7 @@ def _contend(  # type: ignore[no-untyped-def]
     tl.store(tokens + at, tl.min(tl.where(best == highest, winner, vocab), axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _decide(  # type: ignore[no-untyped-def]
     scores, tokens, tops, out, parts, vocab, BAD: tl.constexpr, PARTS: tl.constexpr
 ):
