@@ -115,8 +115,8 @@ def load_engine(
 ) -> StepEngine:
     """The paged engine that the settings ask for, for at most `slots` sequences at once. Blocking.
 
-    A sequence may go back up to `lookahead` tokens that it guessed. `generates`: see `Engine.load`. Raises ConfigError for a KV codec that ruins the
-    model, unless told only to warn.
+    A sequence may go back up to `lookahead` tokens that it guessed. `generates`: see `Engine.load`. Raises ConfigError
+    for a KV codec that ruins the model, unless told only to warn.
     """
     engine = _load(settings, folder, kv_codec=settings.kv_codec, slots=slots, lookahead=lookahead, generates=generates)
     if settings.kv_codec != "none" and settings.kv_check != "off":

@@ -1,8 +1,20 @@
 """Matrix products of a few rows, the shape of decoding, in the form that is fastest on this CPU.
 
-BLAS libraries differ by a factor of two here. `x @ W.T` as a linear layer calls it, `(W @ x.T).T`, and the first with
-`W` stored column by column all read the same numbers; which one keeps up with memory depends on library, CPU and
-thread count. So it is measured at load, on the model's own weights, in a few tenths of a second.
+Each number of the weights is used once per row, so that a product of few rows can be as fast as memory, and is not:
+BLAS libraries first copy the weights into an order that their kernels like, which costs more than the product. What
+helps depends on library, CPU and thread count. So it is measured at load, on the model's own weights, in a few tenths
+of a second.
+
+| ms for all layers of SmolLM2-135M, AVX2, one thread | 1 row | 2 | 4 | 5 | 8 | 9 | 16 |
+|---|---|---|---|---|---|---|---|
+| as stored, `x @ W.T` | 29 | 53 | 58 | 63 | 65 | 79 | 86 |
+| as stored, `(W @ x.T).T` | 30 | 40 | 42 | 54 | 71 | 86 | 85 |
+| by column, layers with one input merged | 25 | 37 | 51 | 60 | 64 | 73 | 84 |
+| packed by oneDNN | 32 | 37 | 43 | 44 | 53 | 57 | 79 |
+| packed by oneDNN, layers with one input merged | 28 | 31 | 37 | 41 | 50 | 51 | 73 |
+
+Reading them from memory takes 25 ms. On CPUs with AVX-512 columns have been seen to come close to that up to 8 rows.
+MKL's own packed weights took 65 ms for up to 8 rows, TF32 and bf16 need units that this CPU lacks.
 """
 
 from __future__ import annotations
@@ -10,43 +22,73 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-_ROWS = (1, 2, 4, 8, 16)
-_SAMPLE = 8 << 20
-"""Numbers in the weights measured: more than caches hold. Smaller models are left alone."""
-_REPEATS = 4
-_WORTH_A_COPY = 0.8
-"""Column-wise weights are a private copy, while weights as stored are shared with other processes."""
+from shared.engine.columns import by_column
+from shared.engine.merged import Product, Run, names, take_over
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Form = Literal["stored", "columns", "packed"]
+
+_ROWS = (1, 2, 5, 9, 16)
+"""One sequence, few, drafts of 4 and of 8 verified, many."""
+_SAMPLE = 12 << 20
+"""Numbers in the weights measured: more than caches hold. Smaller models are left alone."""
+_WARM_UP = 6
+"""Products before the clock starts: in a model of many layers the kernels' own code is in the cache."""
+_REPEATS = 4
+_PACKED_FOR = 8
+"""Rows that oneDNN is told to pack for; what it does for 4 and 16 is the same."""
+_DEARER: dict[Form, float] = {"columns": 1.03, "packed": 1.05}
+"""Weights as stored are mapped from the model's file. By column they are mapped too, from a file in the cache folder;
+packed ones are a private copy of each process."""
+
+_WORTH_BOTH = 0.88
+"""Single rows are most of what decodes without drafts."""
+
 Times = dict[tuple[str, int], float]
-"""Seconds of a form ("linear", "weight_first", "columns") with a number of rows."""
+"""Seconds of a way to multiply ("linear", "weight_first", "columns", "packed") with a number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`columns`: store weights column by column. `weight_first`: use `(W @ x.T).T` for 2 to that many rows, where the
-    weights are stored row by row. The output layer always is: it shares its weights with the embedding."""
+    """How weights are laid out.
 
-    columns: bool = False
+    `weight_first`: use `(W @ x.T).T` for 2 to that many rows, where they are as stored. `single_by_column`: have them
+    by column too, beside the packed ones, for single rows.
+    """
+
+    form: Form = "stored"
     weight_first: int = 0
+    single_by_column: bool = False
 
 
 def choose(times: Times) -> Choice:
-    """The form that takes least time over all numbers of rows."""
+    """The form that takes least time, every number of rows counting alike."""
 
-    def total(limit: int) -> float:
-        return sum(times["weight_first" if 1 < rows <= limit else "linear", rows] for rows in _ROWS)
+    def cost(way: Callable[[int], str]) -> float:
+        return sum(times[way(rows), rows] / times["linear", rows] for rows in _ROWS)
+
+    def stored(limit: int) -> float:
+        return cost(lambda rows: "weight_first" if 1 < rows <= limit else "linear")
 
     limits = [following - 1 for following in _ROWS[1:]] + [_ROWS[-1]]
-    best = min(limits, key=total)
-    columns = sum(times["columns", rows] for rows in _ROWS) < _WORTH_A_COPY * total(best)
-    return Choice(columns, best if best > 1 else 0)
+    best = min(limits, key=stored)
+    costs: dict[Form, float] = {"stored": stored(best)}
+    for form, dearer in _DEARER.items():
+        if (form, _ROWS[0]) in times:
+            costs[form] = dearer * cost(partial(_always, form))
+    chosen = min(costs, key=lambda form: costs[form])
+    single = chosen == "packed" and times["columns", 1] < _WORTH_BOTH * times["packed", 1]
+    return Choice(chosen, best if best > 1 else 0, single)
+
+
+def _always(form: Form, rows: int) -> str:
+    return form
 
 
 class WeightFirstLinear(nn.Linear):
@@ -69,51 +111,101 @@ class WeightFirstLinear(nn.Linear):
         return out.t().contiguous().view(*input.shape[:-1], self.out_features)
 
 
-def arrange(module: Any) -> Choice:
-    """Put the linear layers of a model on the CPU into their fastest form. Same parameters, same shapes."""
+def arrange(module: Any, runs: Sequence[Run], digest: str = "") -> Choice:
+    """Put the linear layers of a model on the CPU, seen in `runs`, into their fastest form.
+
+    `digest` names the model's weights; without one weights by column are not shared with other processes.
+    """
     head = module.get_output_embeddings()
-    layers = [m for m in module.modules() if type(m) is nn.Linear and m is not head]
-    sample = _sample(layers)
+    inner = [run for run in runs if head not in run.layers]
+    sample = _sample(inner)
     if not sample:
         return Choice()
     with torch.inference_mode():
         choice = choose(_measure(sample))
-    if choice.columns:
-        for layer in layers:
-            layer.weight = nn.Parameter(layer.weight.t().contiguous().t(), requires_grad=False)
-    for layer in [head] if choice.columns else [*layers, head]:
-        if type(layer) is nn.Linear and choice.weight_first:
-            WeightFirstLinear.take_over(layer, choice.weight_first)
+    columns = {}
+    if choice.form == "columns" or choice.single_by_column:
+        columns = dict(zip(inner, by_column(digest, dict(zip(names(module, inner), inner, strict=True))), strict=True))
+    for run in runs:
+        if product := _product(run, choice, columns.get(run)):
+            take_over(run, product)
+    if choice.form != "packed" and choice.weight_first:
+        # The output layer mostly shares its weights with the embedding, which needs them as stored.
+        for run in [Run((head,))] if choice.form == "columns" else runs:
+            for layer in run.layers:
+                if type(layer) is nn.Linear:
+                    WeightFirstLinear.take_over(layer, choice.weight_first)
     return choice
 
 
-def _sample(layers: Sequence[nn.Linear]) -> list[Tensor]:
-    """The first layers' weights, enough of them not to fit into caches; none if there are not so many."""
-    weights: list[Tensor] = []
+def _product(run: Run, choice: Choice, by_column: Tensor | None) -> Product | None:
+    """None for layers that stay as they are."""
+    bias = run.bias()
+    columns = None if by_column is None else column_product(by_column, bias)
+    if choice.form != "packed":
+        return columns
+    packed = packed_product(run.weight(), bias)
+    return packed if columns is None else lambda x: columns(x) if len(x) == 1 else packed(x)
+
+
+def column_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """`weight` [out, in], best stored column by column."""
+    return lambda x: linear(x, weight, bias)
+
+
+def weight_first_product(weight: Tensor) -> Product:
+    return lambda x: (weight @ x.t()).t().contiguous()
+
+
+def packed_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """`weight` [out, in] is copied into blocks of oneDNN's choice."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    none: list[Any] = []
+    return lambda x: multiply(x, packed, bias, "none", none, "")
+
+
+def _packing() -> bool:
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def _sample(runs: Sequence[Run]) -> list[Run]:
+    """The first runs, enough of them for their weights not to fit into caches; none if there are not so many."""
     total = 0
-    for layer in layers:
-        weights.append(layer.weight)
-        total += layer.weight.numel()
+    for count, run in enumerate(runs, 1):
+        total += sum(layer.weight.numel() for layer in run.layers)
         if total >= _SAMPLE:
-            return weights
+            return list(runs[:count])
     return []
 
 
-def _measure(weights: Sequence[Tensor]) -> Times:
-    by_column = [w.t().contiguous().t() for w in weights]
-    forms: dict[str, tuple[Sequence[Tensor], Product]] = {
-        "linear": (weights, linear),
-        "weight_first": (weights, lambda x, w: (w @ x.t()).t().contiguous()),
-        "columns": (by_column, linear),
+def _ways(run: Run) -> dict[str, list[Product]]:
+    """What to call for the layers of `run`, in each way."""
+    stored = [layer.weight.detach() for layer in run.layers]
+    ways = {
+        "linear": [column_product(weight, None) for weight in stored],
+        "weight_first": [weight_first_product(weight) for weight in stored],
+        "columns": [column_product(run.weight().t().contiguous().t(), None)],
     }
+    if _packing():
+        ways["packed"] = [packed_product(run.weight(), None)]
+    return ways
+
+
+def _measure(runs: Sequence[Run]) -> Times:
+    made = [(run.layers[0].in_features, _ways(run)) for run in runs]
     times: Times = {}
-    for _ in range(_REPEATS):  # outermost, so that a busy neighbour slows all forms alike
+    for _ in range(_REPEATS):  # outermost, so that a busy neighbour slows all ways alike
         for rows in _ROWS:
-            inputs = {w.shape[1]: torch.ones(rows, w.shape[1]) for w in weights}
-            for form, (operands, product) in forms.items():
-                begin = time.perf_counter()
-                for w in operands:
-                    product(inputs[w.shape[1]], w)
-                seconds = time.perf_counter() - begin
-                times[form, rows] = min(seconds, times.get((form, rows), seconds))
+            inputs = {size: torch.ones(rows, size) for size, _ in made}
+            for way in made[0][1]:
+                products = [(product, inputs[size]) for size, ways in made for product in ways[way]]
+                for product, given in products[:_WARM_UP]:
+                    product(given)
+                begin = time.thread_time()  # not the clock on the wall: neighbours would be measured too
+                for product, given in products:
+                    product(given)
+                seconds = time.thread_time() - begin
+                times[way, rows] = min(seconds, times.get((way, rows), seconds))
     return times

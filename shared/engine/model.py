@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,17 @@ from transformers.utils import logging as transformers_logging
 
 from shared.engine.attention import NAME
 from shared.engine.codecs.base import LayerShape
-from shared.engine.fingerprint import read_json
+from shared.engine.fingerprint import fingerprint, read_json
+from shared.engine.int8_linear import quantise
 from shared.engine.linear import arrange
+from shared.engine.merged import Run, watching
+from shared.engine.norms import fuse
 from shared.engine.probe import probe
 from shared.engine.refuse import refuse_inexact
-from shared.errors import ModelError
+from shared.errors import ConfigError, ModelError
+
+KINDS = ("native", "int8")
+"""Of weights, as settings name them."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,29 @@ class Model:
     eos_ids: frozenset[int]
     dtype: torch.dtype
     device: torch.device
+    form: str
+    """How its linear layers are computed: "stored", "columns" or "packed", whichever is fastest here, or "int8"."""
+
+    @classmethod
+    def of(
+        cls, module: Any, eos_ids: frozenset[int] = frozenset(), *, weights: str = "native", digest: str = ""
+    ) -> Model:
+        """A causal language model of transformers, its weights of one dtype on one device. Changes it in place: on a
+        CPU its linear layers let their weights go for a faster form of them.
+
+        `digest` names the weights, so that processes can share that form. Raises ModelError for a model that would
+        not run exactly, ConfigError for weights of a kind that cannot be had.
+        """
+        text = module.config.get_text_config()
+        refuse_inexact(module.config, text)
+        module = module.eval().requires_grad_(False)
+        weight = module.get_output_embeddings().weight
+        context_length = int(text.max_position_embeddings)
+        with watching(module) as watch:
+            shapes = probe(module, text.num_hidden_layers, context_length, weight.dtype, weight.device)
+        vocab_size, dtype, device = int(weight.shape[0]), weight.dtype, weight.device
+        form = _prepare(module, weights, watch.runs(), digest, device.type == "cpu" and dtype == torch.float32)
+        return cls(module, shapes, context_length, vocab_size, eos_ids, dtype, device, form)
 
     def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """One forward pass over a flat row of tokens: float32 logits [rows, vocab]. `attending` must be in force."""
@@ -39,11 +69,14 @@ class Model:
         return logits.float()
 
 
-def load(folder: Path, layers: int | None = None) -> Model:
+def load(folder: Path, layers: int | None = None, weights: str = "native") -> Model:
     """The model in `folder` in fp32 on the CPU, or in bf16 on a CUDA GPU; only its first `layers` layers if given.
 
-    Raises ModelError for weights that cannot be read and for models that would not run exactly.
+    `weights="int8"`: linear layers multiply in 8 bits, on the CPU. Raises ModelError for weights that cannot be read
+    and for models that would not run exactly, ConfigError for weights of a kind that cannot be had.
     """
+    if weights not in KINDS:
+        raise ConfigError(f"weights are {' or '.join(KINDS)}, not {weights!r}", field="weights")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it lists layers left out on purpose
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,26 +84,30 @@ def load(folder: Path, layers: int | None = None) -> Model:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         text = config.get_text_config()
-        refuse_inexact(config, text)
+        refuse_inexact(config, text)  # before gigabytes are read
         _truncate(text, layers)
         module: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=NAME, local_files_only=True, use_safetensors=True
         )
-    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+    except (ValueError, LookupError, OSError, RuntimeError, ImportError) as error:
+        if error.args == (NAME,):  # looked up among attention classes of the model's own
+            raise ModelError(f"{text.model_type} does not call attention through the attention interface") from error
         raise ModelError(f"{folder} cannot be loaded: {error}") from error
-    module = module.to(device).eval().requires_grad_(False)
-    shapes = probe(module, text.num_hidden_layers, dtype, device)
-    if device.type == "cpu":
-        arrange(module)
-    return Model(
-        module=module,
-        shapes=shapes,
-        context_length=int(text.max_position_embeddings),
-        vocab_size=int(module.get_output_embeddings().weight.shape[0]),
-        eos_ids=_eos_ids(folder),
-        dtype=dtype,
-        device=device,
-    )
+    digest = fingerprint(folder, dtype=str(dtype), layers=layers)
+    return Model.of(module.to(device), _eos_ids(folder), weights=weights, digest=digest)
+
+
+def _prepare(module: Any, weights: str, runs: Sequence[Run], digest: str, on_cpu: bool) -> str:
+    """Make the model's modules as fast as they can be here. `runs`: which linear layers read the same input."""
+    if weights == "int8" and not on_cpu:
+        raise ConfigError("int8 weights are for the CPU", field="weights")
+    if not on_cpu:
+        return "stored"
+    fuse(module)
+    if weights == "int8":
+        quantise(runs)
+        return weights
+    return arrange(module, runs, digest).form
 
 
 def _truncate(text: Any, layers: int | None) -> None:

@@ -1,67 +1,154 @@
-"""Fast forms of a linear layer: the same numbers, and the choice follows the measurement."""
+"""Fast forms of linear layers: the same numbers, and the choice follows the measurement."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from shared.engine import linear
+from shared.engine.engine import Engine
 from shared.engine.linear import Choice, WeightFirstLinear, arrange, choose
+from shared.engine.merged import PartLinear, Run, names, watching
+from shared.engine.span import Span
+from tests import tiny_models
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(24, 40)
+        self.k = nn.Linear(24, 16, bias=False)
+        self.o = nn.Linear(56, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(torch.cat([self.q(x), self.k(x)], dim=-1))
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(24, 40)
-        self.b = nn.Linear(40, 16, bias=False)
-        self.head = nn.Linear(16, 64, bias=False)
+        self.block = Block()
+        self.twice = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 64, bias=False)
+        self.idle = nn.Linear(24, 24)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.b(self.a(x)))
+        return self.head(self.twice(self.twice(self.block(x))))
 
 
-def times(**forms: float | dict[int, float]) -> linear.Times:
+def made() -> tuple[Model, list[Run]]:
+    torch.manual_seed(0)
+    model = Model().requires_grad_(False)
+    with watching(model) as watch:
+        model(torch.randn(1, 3, 24))
+    return model, watch.runs()
+
+
+def times(**ways: float | dict[int, float]) -> linear.Times:
     return {
-        (form, rows): value[rows] if isinstance(value, dict) else value
-        for form, value in forms.items()
+        (way, rows): value[rows] if isinstance(value, dict) else value
+        for way, value in ways.items()
         for rows in linear._ROWS
     }
 
 
-@pytest.mark.parametrize("choice", [Choice(), Choice(columns=True), Choice(weight_first=7), Choice(True, 7)])
+FORMS = [
+    Choice(),
+    Choice(weight_first=7),
+    Choice("columns"),
+    Choice("columns", 7),
+    Choice("packed"),
+    Choice("packed", 7, single_by_column=True),
+]
+
+
+@pytest.mark.parametrize("choice", FORMS)
 def test_every_form_computes_the_same(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_SAMPLE", 1000)
     monkeypatch.setattr(linear, "choose", lambda times: choice)
-    torch.manual_seed(0)
-    model = Model().requires_grad_(False)
+    model, runs = made()
     inputs = [torch.randn(1, rows, 24) for rows in (0, 1, 2, 5, 7, 8, 33)]
     expected = [model(x) for x in inputs]
-    names = dict(model.named_parameters())
-    assert arrange(model) == choice
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    assert arrange(model, runs) == choice
     for x, value in zip(inputs, expected, strict=True):
         out = model(x)
-        assert out.shape == value.shape and out.is_contiguous()
+        assert out.shape == value.shape
         torch.testing.assert_close(out, value, rtol=0, atol=1e-5)
-    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in names.items()}
-    assert isinstance(model.a, WeightFirstLinear) == (bool(choice.weight_first) and not choice.columns)
-    assert isinstance(model.head, WeightFirstLinear) == bool(choice.weight_first)
-    assert (model.a.weight.stride() == (1, 40)) == choice.columns
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
+    merged = choice.form != "stored"
+    assert isinstance(model.block.q, PartLinear) == merged
+    assert isinstance(model.block.q, WeightFirstLinear) == (not merged and bool(choice.weight_first))
+    assert isinstance(model.head, WeightFirstLinear) == (choice.form != "packed" and bool(choice.weight_first))
+    assert type(model.twice) is nn.Linear and type(model.idle) is nn.Linear
+
+
+def test_layers_that_read_one_input_make_one_run() -> None:
+    model, runs = made()
+    assert names(model, runs) == ["block.q+block.k", "block.o", "head"]
+    assert runs[0].weight().shape == (56, 24)
+    bias = runs[0].bias()
+    assert bias is not None and torch.equal(bias[:40], model.block.q.bias) and not bias[40:].any()
+
+
+def test_a_part_is_right_whatever_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_SAMPLE", 1000)
+    monkeypatch.setattr(linear, "choose", lambda times: Choice("packed"))
+    model, runs = made()
+    one, other = torch.randn(2, 4, 24)
+    expected = {(layer, x): layer(x) for layer in (model.block.q, model.block.k) for x in (one, other)}
+    q, k = model.block.q, model.block.k
+    arrange(model, runs)
+    asked = [(q, one), (k, other), (q, other), (q, one), (q, one), (k, one), (k, one), (q, other), (k, other)]
+    for layer, x in asked:
+        torch.testing.assert_close(layer(x), expected[layer, x], rtol=0, atol=1e-5)
+    assert isinstance(q, PartLinear)
+    assert q.shared._input is None and q.shared._parts == [None, None]  # nothing is kept
 
 
 def test_choices() -> None:
-    assert choose(times(linear=1.0, weight_first=2.0, columns=1.0)) == Choice()
-    assert choose(times(linear=1.0, weight_first=2.0, columns=0.5)) == Choice(columns=True)
+    assert choose(times(linear=1.0, weight_first=2.0, columns=1.0, packed=1.0)) == Choice()
+    assert choose(times(linear=1.0, weight_first=2.0, columns=0.5)) == Choice("columns")
+    assert choose(times(linear=1.0, weight_first=2.0, columns=0.5, packed=0.4)) == Choice("packed")
     assert choose(times(linear=1.0, weight_first=0.5, columns=1.0)) == Choice(weight_first=16)
-    slow_at_8 = {1: 1.0, 2: 0.6, 4: 0.6, 8: 1.5, 16: 1.5}
-    assert choose(times(linear=1.0, weight_first=slow_at_8, columns=1.0)) == Choice(weight_first=7)
-    assert choose(times(linear=1.0, weight_first=slow_at_8, columns=0.6)) == Choice(columns=True, weight_first=7)
+    slow_at_9 = {1: 1.0, 2: 0.6, 5: 0.6, 9: 1.5, 16: 1.5}
+    assert choose(times(linear=1.0, weight_first=slow_at_9, columns=1.0)) == Choice(weight_first=8)
+    assert choose(times(linear=1.0, weight_first=slow_at_9, columns=0.6)) == Choice("columns", 8)
+    fast_single = {1: 0.3, 2: 0.9, 5: 0.9, 9: 0.9, 16: 0.9}
+    assert choose(times(linear=1.0, weight_first=2.0, columns=fast_single, packed=0.5)) == Choice("packed", 0, True)
 
 
 def test_small_models_are_left_alone() -> None:
-    model = Model()
-    assert arrange(model) == Choice()
-    assert type(model.a) is nn.Linear
+    model, runs = made()
+    assert arrange(model, runs) == Choice()
+    assert type(model.block.q) is nn.Linear
+
+
+def test_measuring_covers_every_way() -> None:
+    _, runs = made()
+    with torch.inference_mode():
+        found = linear._measure(runs)
+    assert {way for way, _ in found} >= {"linear", "weight_first", "columns"}
+    assert all(seconds >= 0 for seconds in found.values())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox", "gpt_oss-sinks", "deepseek_v3", "stablelm"])
+def test_models_stay_exact(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_models.write(tmp_path, tiny_models.ARCHITECTURES[name])
+    tokens = tuple(range(3, 30))
+
+    def logits(engine: Engine) -> torch.Tensor:
+        prefill = engine.forward([Span(tokens, 0, (2, 1, 0, 3), 27)])
+        return torch.cat([prefill, engine.forward([Span((5,), 27, (2, 1, 0, 3), 1)])])
+
+    expected = logits(Engine.load(folder, block_size=8, kv_blocks=8))
+    monkeypatch.setattr(linear, "_SAMPLE", 1)
+    monkeypatch.setattr(linear, "choose", lambda times: Choice("packed", 0, single_by_column=True))
+    monkeypatch.setenv("TRINE_CACHE_DIR", str(tmp_path / "cache"))
+    torch.testing.assert_close(logits(Engine.load(folder, block_size=8, kv_blocks=8)), expected, rtol=0, atol=1e-4)

@@ -1,0 +1,31 @@
+"""How torch's threads are told to wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from shared.engine.threads import openmp
+
+SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
+
+
+def test_threads_sleep_while_they_wait() -> None:
+    assert openmp(2, {}) == {"OMP_NUM_THREADS": "2", **SPIN}
+    assert openmp(0, {}) == SPIN
+
+
+def test_what_somebody_chose_stays() -> None:
+    assert openmp(2, {"OMP_NUM_THREADS": "1"}) == SPIN
+    for chosen in ({"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "9"}, {"KMP_BLOCKTIME": "200"}):
+        assert openmp(2, chosen) == {"OMP_NUM_THREADS": "2"}
+
+
+def test_workers_import_torch_only_after_it_is_said() -> None:
+    """OpenMP reads its environment when torch is imported, and `shared.worker.main` is called after these imports."""
+    check = (
+        "import sys, services.decode.__main__, services.prefill.__main__, services.drafter.__main__; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", check], env=dict(os.environ), timeout=60, check=False).returncode == 0
