@@ -34,7 +34,7 @@ BLOCK_SIZE = 16
 BLOCKS = 400
 GREEDY = Sampling(temperature=0.0)
 PROMPT, NEW = 64, 32
-RAGGED = (24, 48, 64, 96, 128, 160, 200, 240)
+RAGGED = (24, 32, 48, 64, 80, 96, 128, 160)
 CONTEXT = 256
 TURNS = {"batch 1": 7, "batch 8": 3, "steps": 15, "codecs": 7, "shares": 8}
 WINDOW, WINDOWS = 512, 5

@@ -55,7 +55,7 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
 
     def product(x: Tensor) -> Tensor:
         digits, factor = split(x)
-        high, low = multiply(digits.flatten(0, 1), 1.0, _ZERO, packed).view(2, len(x), -1)
+        high, low = multiply(digits.flatten(0, 1), 1.0, _ZERO, packed).view(2, x.shape[0], -1).unbind()
         out = torch.add(high, low, alpha=1 / _BASE).div_(factor)
         return out if bias is None else out.add_(bias)
 
@@ -69,8 +69,8 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     factors = torch.div(_LARGEST, x.abs().amax(1, keepdim=True).clamp_(min=_TINY))
     digits = x * factors
-    high, low = digits[0].round_(), digits[1]
-    low.sub_(high, alpha=_BASE)
+    high, low = digits.unbind()
+    low.sub_(high.round_(), alpha=_BASE)
     return digits, factors[0]
 
 

@@ -26,7 +26,7 @@ async def test_a_drafter_with_another_vocabulary_is_never_asked() -> None:
         answer = await rig.client().generate(token_ids=PROMPT, max_tokens=30)
         assert list(answer.token_ids) == completion(PROMPT, 30)
         assert answer.usage.drafted_tokens == 0
-        assert decode.counters["mismatched_peers"] == 1
+        assert decode.counters["mismatched_peers"] >= 1  # again, if its beats paused for long enough to be forgotten
         drafter._vocabulary = "fake-vocabulary"
         await asyncio.sleep(0.2)
         assert (await rig.client().generate(token_ids=PROMPT, max_tokens=30)).usage.drafted_tokens > 0
@@ -44,7 +44,7 @@ async def test_a_prefill_worker_that_differs_is_done_without(difference: str) ->
         await asyncio.sleep(0.2)
         answer = await rig.client().generate(token_ids=PROMPT, max_tokens=10)
         assert list(answer.token_ids) == completion(PROMPT, 10)
-        assert decode.counters["mismatched_peers"] == 1
+        assert decode.counters["mismatched_peers"] >= 1  # again, if its beats paused for long enough to be forgotten
         assert decode.counters["prefill_jobs"] == 0
 
 
