@@ -33,10 +33,11 @@ from shared.tokenizer import Tokenizer
 BLOCK_SIZE = 16
 BLOCKS = 400
 GREEDY = Sampling(temperature=0.0)
-PROMPT, NEW = 64, 32
+PROMPT = 64
+NEW = 32
 RAGGED = (24, 32, 48, 64, 80, 96, 128, 160)
 CONTEXT = 256
-TURNS = {"batch 1": 7, "batch 8": 3, "steps": 15, "codecs": 7, "shares": 8}
+TURNS = {"batch 1": 5, "batch 8": 3, "steps": 13, "codecs": 5, "shares": 8}
 WINDOW, WINDOWS = 512, 5
 
 Times = dict[str, list[float]]

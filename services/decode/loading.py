@@ -82,13 +82,16 @@ class Loader:
 
     async def _fetch(self, sequence: Sequence, epoch: int, upto: int) -> set[str]:
         """Blocks up to number `upto` from the shared cache into the pool; stops at the first miss."""
-        first = sequence.computed // self._block_size
+        first, short = sequence.computed // self._block_size, False
 
         def wanted() -> bool:
             return sequence.epoch == epoch and sequence.phase is Phase.LOADING
 
         def claim(index: int) -> int | None:
-            return self._scheduler.place(sequence, first + index) if wanted() else None
+            nonlocal short
+            block = self._scheduler.place(sequence, first + index) if wanted() else None
+            short = wanted() and block is None
+            return block
 
         def take(index: int) -> bool:
             if wanted():  # else its blocks may belong to somebody else by now
@@ -97,7 +100,10 @@ class Loader:
             return wanted()
 
         metas = [sequence.meta(i, self._block_size) for i in range(first, upto)]
-        return await self._cache.fetch(metas, claim, take)
+        producers = await self._cache.fetch(metas, claim, take)
+        if short and wanted():  # those before it in rank took what there was: the rest is computed when there is more
+            self._scheduler.loaded(sequence)
+        return producers
 
     async def _prefill_remotely(
         self,
@@ -111,6 +117,8 @@ class Loader:
         progress, asked, again = time.monotonic(), False, False
         while (have := sequence.computed // self._block_size) < wanted:
             if not asked and not await self._publish_job(sequence, wanted, budget_s, again):
+                return
+            if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
                 return
             present = await self._cache.wait(sequence.names[have:wanted], POLL_S)
             if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:

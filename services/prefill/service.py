@@ -96,6 +96,7 @@ class PrefillWorker(JobActor):
             while self._running:
                 await self._changed.wait()
         for running in list(self._running.values()):
+            self._forget(running)
             await settle(running.job.nak())
         await self._cache.close()
 
@@ -187,6 +188,8 @@ class PrefillWorker(JobActor):
     async def _finish(self, running: _Running) -> None:
         """Ack when every block is stored, or was given up by the store: then the decode worker computes it."""
         await self._cache.settled(running.task.names)
+        if running.task.ended:  # cancelled or handed back meanwhile, which has settled the job already
+            return
         await settle(running.job.ack())
         self._forget(running)
         self.counters["jobs_done"] += 1

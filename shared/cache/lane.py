@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import anyio
@@ -18,35 +19,39 @@ async def in_thread(work: Callable[[], T], hurry: Callable[[], None] = lambda: N
     """What `work` returns. When cancelled, this still waits for its end: it may write into memory that the caller
     gives back afterwards. So `work` must end by itself, by a deadline; `hurry` is called to make it end soon."""
     future = asyncio.get_running_loop().run_in_executor(None, work)
-    cancelled: BaseException | None = None
-    with anyio.CancelScope(shield=True):
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError as error:
-                cancelled = error
-                hurry()
-    if cancelled is not None:
+    try:
+        await asyncio.wait([future])
+    except asyncio.CancelledError:
+        hurry()
+        with anyio.CancelScope(shield=True):
+            while not future.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
         future.exception()  # nobody else will ask
-        raise cancelled
+        raise
     return future.result()
 
 
 class Lane:
-    """The link is made when it is first needed, and anew after a call was cancelled."""
+    """A call that is cancelled gives up its link; the next one takes a new one. None does after `close`."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._link: BlockLink | None = None
+        self._link = bus.link()  # connects when it is used
         self._turn = asyncio.Lock()
+        self._closed = False
 
     async def run(self, work: Callable[[BlockLink], T]) -> T:
         async with self._turn:
-            link = self._link = self._link or self._bus.link()
-            return await in_thread(lambda: work(link), self.close)
+            link = self._link
+            return await in_thread(lambda: work(link), self._renew)
+
+    def _renew(self) -> None:
+        self._link.close()
+        if not self._closed:
+            self._link = self._bus.link()
 
     def close(self) -> None:
-        """A call that waits ends with an error."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        """For good: calls that wait, and later ones, end with an error."""
+        self._closed = True
+        self._link.close()

@@ -22,7 +22,8 @@ from shared.engine.base import StepEngine
 from shared.subjects import Subjects
 
 HOST_POLL_S = 0.005
-"""How often a reader that waits looks whether a block has come into the host tier: nobody tells it."""
+MAX_HOST_POLL_S = 0.04
+"""How soon and how late a reader that waits looks again whether a block has come into the host tier: nobody tells."""
 
 log = structlog.get_logger(__name__)
 
@@ -86,11 +87,12 @@ class PrefixCache:
 
     async def wait(self, names: Sequence[bytes], timeout: float) -> int:
         """As `longest`, as soon as it is not 0, and at the latest after `timeout` seconds."""
-        if self._host is None:
+        if self._host is None or not names:
             return await self._follower.wait(names, timeout)
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, HOST_POLL_S
         while not (length := self.longest(names)) and (left := deadline - time.monotonic()) > 0:
-            await self._follower.wait(names, min(left, HOST_POLL_S))
+            await self._follower.wait(names, min(left, pause))
+            pause = min(2 * pause, MAX_HOST_POLL_S)
         return length
 
     async def fetch(self, wanted: Sequence[BlockMeta], claim: Claim, take: Take) -> set[str]:

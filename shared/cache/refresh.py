@@ -72,16 +72,17 @@ class Refresher:
     async def _write(self, block: _Fading) -> None:
         await asyncio.sleep(random.uniform(0, self._spread))
         if self._index.fading(self._index.sequence(block.meta.name)):  # else somebody else wrote it
-            self.refreshed += await self._lane.run(partial(self._put, block))
+            deadline = time.monotonic() + TIMEOUT_S  # its turn included: others wait behind it
+            self.refreshed += await self._lane.run(partial(self._put, block, deadline))
 
-    def _put(self, block: _Fading, link: BlockLink) -> int:
+    def _put(self, block: _Fading, deadline: float, link: BlockLink) -> int:
         """Blocking. Numbers of parts written; the others were written by somebody else, or the bus is gone."""
         parts = frames.encode(block.meta, memoryview(block.payload), self._identity, self._part_bytes)
         items = [
             Item(self._subjects.block(block.meta.name, part), parts[part], sequence)
             for part, sequence in block.sequences.items()
         ]
-        return sum(isinstance(result, int) for result in link.put(items, time.monotonic() + TIMEOUT_S))
+        return sum(isinstance(result, int) for result in link.put(items, deadline))
 
     async def close(self) -> None:
         for task in self._tasks:

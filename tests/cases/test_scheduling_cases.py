@@ -100,3 +100,16 @@ async def test_thirty_two_at_once_in_a_tight_pool_with_cancels_each_get_their_ow
         assert sum(t.result().finish_reason == "cancelled" for t in tasks) <= 7
         await rig.quiet()
         assert worker.allocator.in_use == 0
+
+
+async def test_a_prefix_that_finds_no_blocks_is_computed_when_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not ask for prefill again and again, for blocks that are in the cache already."""
+    async with FleetRig() as rig:
+        decode = await rig.decode(local_prefill_tokens=4, prefill_patience_s=10.0)
+        await rig.prefill()
+        place, scheduler = decode.scheduler.place, decode.scheduler
+        monkeypatch.setattr(scheduler, "place", lambda sequence, index: place(sequence, index) if index < 3 else None)
+        async with asyncio.timeout(5):
+            answer = await rig.client().generate(token_ids=prompt(61), max_tokens=5)
+        assert list(answer.token_ids) == completion(prompt(61), 5)
+        assert decode.counters["prefill_jobs"] == 1

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio
 import pytest
 
 from shared.bus.block_link import Item, Receive
@@ -187,8 +188,8 @@ async def test_memory_of_fleets_that_were_killed_is_given_back(tmp_path: Path) -
 class SlowLink:
     """Writes into a place for as long as it is not closed, and then once more."""
 
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
+    def __init__(self) -> None:
+        self.payload = b""
         self.reading = threading.Event()
         self.closed = threading.Event()
         self.ended = threading.Event()
@@ -210,12 +211,13 @@ class SlowLink:
 
 async def test_a_block_is_nobody_elses_while_bytes_may_still_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sequence ends, and its reader is cancelled: the block comes free only when the thread has let go of it."""
+    link = SlowLink()
+    monkeypatch.setattr(MemoryBus, "link", lambda _: link)
     worker = Worker(MemoryBroker(), "one", None)
     await worker.cache.start()
     worker.compute()
-    frame = b"".join(frames.encode(worker.metas[0], worker.engine.read_block(0), worker.engine.identity, 1 << 20)[0])
-    link = SlowLink(frame)
-    monkeypatch.setattr(MemoryBus, "link", lambda _: link)
+    (frame,) = frames.encode(worker.metas[0], worker.engine.read_block(0), worker.engine.identity, 1 << 20)
+    link.payload = b"".join(frame)
     block = worker.allocator.allocate(1)[0]
     free = worker.allocator.available
 
@@ -289,6 +291,41 @@ async def test_cancelling_hurries_and_still_waits() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
+
+
+async def test_a_cancelled_scope_hurries_too() -> None:
+    """anyio's cancellation, which is what ends a worker's side tasks."""
+    hurried, started = threading.Event(), time.monotonic()
+    with anyio.move_on_after(0.05) as scope:
+        await in_thread(lambda: hurried.wait(10), hurried.set)
+    assert scope.cancelled_caught and hurried.is_set() and time.monotonic() - started < 5
+
+
+async def test_a_closed_lane_gives_no_link_any_more() -> None:
+    lane = Lane(MemoryBus(MemoryBroker()))
+    item = Item("somewhere", (b"",))
+    lane.close()
+    (result,) = await lane.run(lambda link: link.put([item], time.monotonic() + 5))
+    assert isinstance(result, BusDisconnected)
+
+
+async def test_a_cancelled_call_leaves_a_lane_that_works() -> None:
+    lane = Lane(MemoryBus(MemoryBroker()))
+    first = lane._link
+    with anyio.move_on_after(0.02):
+        await lane.run(lambda link: time.sleep(0.1))
+    assert await lane.run(lambda link: link is not first and link.put([], time.monotonic() + 5) == [])
+
+
+async def test_waiting_for_nothing_does_not_stop_the_loop(tmp_path: Path) -> None:
+    """A sequence that was ended meanwhile has no names left to wait for."""
+    async with machine(MemoryBroker(), ("one", tmp_path / "host")) as (one,):
+        waiting, ticks, started = asyncio.create_task(one.cache.wait([], 0.3)), 0, time.monotonic()
+        while time.monotonic() - started < 0.2:
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert ticks >= 5
+        assert await waiting == 0
 
 
 async def test_a_lane_is_for_one_at_a_time() -> None:
