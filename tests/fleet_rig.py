@@ -150,6 +150,17 @@ class FleetRig:
         await asyncio.gather(task, return_exceptions=True)
         del self.workers[name]
 
+    def expect_death(self, name: str) -> None:
+        """This worker may die by itself without failing the test; see `dead`."""
+        self._tasks[name].remove_done_callback(self._ended)
+
+    async def dead(self, name: str) -> None:
+        """Wait until the worker has died by itself; its process is gone then."""
+        async with asyncio.timeout(5):
+            await asyncio.wait([self._tasks[name]])
+        assert self._tasks[name].exception() is not None
+        await self.kill(name)
+
     async def drain(self, name: str) -> None:
         """As SIGTERM does; raises what the worker raised."""
         self.workers[name].draining.set()

@@ -124,7 +124,12 @@ def _measure(progress: Progress) -> dict[str, object]:
 
     def load(weights: str) -> Engine:
         return Engine.load(
-            folder, block_size=settings.block_size, kv_blocks=1, weights=weights, threads=settings.threads
+            folder,
+            block_size=settings.block_size,
+            kv_blocks=1,
+            weights=weights,
+            threads=settings.threads,
+            generates=False,
         )
 
     def bytes_per_token(codec: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,8 +59,10 @@ def run(module: str, *arguments: str, env: Mapping[str, str] | None = None, prog
 def serve(work: Callable[[Progress], object]) -> None:
     """The child's side: do `work`, whose result must be JSON, and report."""
 
+    out, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed, a log line for one, is no report
+
     def report(**fields: object) -> None:
-        print(json.dumps(fields), flush=True)
+        print(json.dumps(fields), file=out, flush=True)
 
     try:
         result = work(lambda stage, done: report(stage=stage, done=done))

@@ -213,8 +213,11 @@ class DecodeWorker(JobActor):
         self._intake.room_changed()
 
     def _admit(self) -> None:
-        for sequence in self.scheduler.admit():
+        admitted = self.scheduler.admit()
+        for sequence in admitted:
             self.spawn(self._load, self._requests[sequence.id], sequence.epoch)
+        if admitted:
+            self._intake.room_changed()
 
     async def _load(self, request: Request, epoch: int) -> None:
         if request.sequence.epoch != epoch:

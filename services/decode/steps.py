@@ -9,10 +9,13 @@ import structlog
 
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome, Sequence, Work
-from shared.engine.base import StepEngine
-from shared.errors import TrineError
+from shared.engine.base import BadSpans, StepEngine
+from shared.errors import RequestError, TrineError
 from shared.lifecycle import Phase
 from shared.telemetry import Counters
+
+ALONE_IN_A_ROW = 3
+"""Failures of steps of one sequence, nothing succeeding in between, after which it is not the sequences' fault."""
 
 log = structlog.get_logger()
 
@@ -33,26 +36,38 @@ class Steps:
         self._in_engine = in_engine
         self._fail = fail
         self._counters = counters
+        self._failed_alone = 0
 
     async def run(self, works: list[Work]) -> list[Outcome]:
-        """One step. A failed one is repeated one sequence at a time, so that only the one to blame is failed."""
+        """One step. A failed one is repeated one sequence at a time, so that only the one to blame is failed.
+
+        Raises the step's error when nothing succeeds and nobody is to blame: the engine is broken. Ending with it lets
+        others serve the requests that are held here.
+        """
         try:
             sampled = await self._in_engine(self._engine.step, [w.span for w in works])
         except Exception as error:
             self._counters["failed_steps"] += 1
             log.exception("step failed", exc_info=error, requests=[w.sequence.id for w in works])
-            return await self._isolate(works)
+            return await self._isolate(works, error)
+        self._failed_alone = 0
         return self._scheduler.complete(works, sampled)
 
-    async def _isolate(self, works: list[Work]) -> list[Outcome]:
+    async def _isolate(self, works: list[Work], first: Exception) -> list[Outcome]:
         good: list[Work] = []
+        errors = [first]
         sampled: list[list[int]] = []
         for work in works if len(works) > 1 else []:
             try:
                 sampled += await self._in_engine(self._engine.step, [work.span])
                 good.append(work)
             except Exception as error:
+                errors.append(error)
                 log.error("the request that broke the step", request=work.sequence.id, error=repr(error))
+        if not good and not any(isinstance(error, BadSpans | RequestError) for error in errors):
+            self._failed_alone += 1
+            if len(works) > 1 or self._failed_alone == ALONE_IN_A_ROW:
+                raise first
         outcomes = self._scheduler.complete(good, sampled)
         bad = [w for w in works if w not in good]
         self._scheduler.abandon(bad)

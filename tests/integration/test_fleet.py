@@ -470,3 +470,27 @@ class TestPlainClients:
             assert caught.value.code == "deadline_exceeded"
             check(await first, prompt(9), 40)
             await rig.quiet()
+
+
+class TestBrokenEngine:
+    async def test_an_engine_that_fails_everybody_ends_its_worker_and_others_go_on(self) -> None:
+        """Nobody is blamed for it: the requests are served by whoever is left."""
+        async with FleetRig() as rig:
+            broken = FakeEngine(blocks=128, step_s=0.01)
+            worker = await rig.decode("decode-1", broken)
+            client = rig.client()
+            prompts = [[seed * 31 + n for n in range(12)] for seed in range(3)]
+            tasks = [asyncio.create_task(client.generate(token_ids=p, max_tokens=40)) for p in prompts]
+            async with asyncio.timeout(5):
+                while worker.scheduler.running < 3 or broken.steps < 8:
+                    await asyncio.sleep(0.005)
+
+            def fail(spans: object) -> list[list[int]]:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+            rig.expect_death("decode-1")
+            broken.step = fail  # type: ignore[method-assign]
+            await rig.dead("decode-1")
+            await rig.decode("decode-2", FakeEngine(blocks=128))
+            for prompt, task in zip(prompts, tasks, strict=True):
+                assert list((await task).token_ids) == completion(prompt, 40)

@@ -63,7 +63,12 @@ class Case(NamedTuple):
 
 def every() -> list[Case]:
     """Every codec, feature, query length, head size and target, though not every combination: each takes seconds."""
-    most = itertools.product(CODECS, ("decode", "prefill"), ("all",), ("64x64", "128x128"), TARGETS)
+    most = [
+        (codec, queries, "all", shape, target)
+        for codec, (queries, shape), target in itertools.product(
+            CODECS, (("decode", "64x64"), ("prefill", "128x128")), TARGETS
+        )
+    ]
     shapes = itertools.product(("none", "int4"), ("decode", "prefill"), ("plain",), SHAPES, ("sm_90",))
     verifying = itertools.product(CODECS, ("verify",), ("plain",), ("128x128",), ("sm_80", "gfx942"))
     return sorted({Case(*case) for case in itertools.chain(most, shapes, verifying)})

@@ -257,7 +257,7 @@ def test_any_load_is_answered_right(shape: Shape, script: list[tuple[Callable[[W
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(COMMON, max_examples=1500)
+@settings(COMMON, max_examples=1000)
 @given(shape=SHAPES, script=SCRIPTS)
 def test_any_load_is_answered_right_thousands(
     shape: Shape, script: list[tuple[Callable[[World, int], None], int]]

@@ -189,7 +189,7 @@ def test_any_jobs_end_with_the_right_blocks(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(COMMON, max_examples=1500)
+@settings(COMMON, max_examples=1000)
 @given(shape=SHAPES, script=SCRIPTS)
 def test_any_jobs_end_with_the_right_blocks_thousands(
     shape: Shape, script: list[tuple[Callable[[World, int], None], int]]
