@@ -35,7 +35,7 @@ BLOCKS = 400
 GREEDY = Sampling(temperature=0.0)
 PROMPT = 64
 NEW = 32
-RAGGED = (24, 32, 48, 64, 80, 96, 128, 160)
+RAGGED = (24, 48, 64, 96, 128, 160, 200, 240)
 CONTEXT = 256
 TURNS = {"batch 1": 5, "batch 8": 3, "steps": 13, "codecs": 5, "shares": 8}
 WINDOW, WINDOWS = 512, 5
