@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bars import judged
 from shared.engine.threads import openmp
 
 BARS: dict[str, tuple[str, float]] = {
@@ -66,15 +67,6 @@ def _cpu() -> str:
     return " ".join([name, *(flag for flag in ("avx2", "avx512f", "avx512_vnni", "amx_int8") if flag in flags)])
 
 
-def judged(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By name of a bar: the value, the bar, and whether it is met."""
-    bars = {}
-    for name, (sign, bar) in BARS.items():
-        value = result[name]
-        bars[name] = {"value": value, "bar": f"{sign} {bar}", "passed": value >= bar if sign == ">=" else value <= bar}
-    return bars
-
-
 def table(result: dict[str, Any]) -> str:
     spread = result["spread"]
     lines = [", ".join(f"{key} {value}" for key, value in result["machine"].items()), ""]
@@ -106,7 +98,7 @@ def main() -> None:
     from benchmarks.decode_runs import run  # torch, which reads the environment now
 
     result = {"machine": machine(arguments.threads), **run(arguments.threads)}
-    result["bars"] = judged(result)
+    result["bars"] = judged(result, BARS)
     print(json.dumps(result) if arguments.json else table(result))
     sys.exit(0 if all(bar["passed"] for bar in result["bars"].values()) else 1)
 

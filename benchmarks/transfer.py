@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bars import judged
 from shared.bus.base import Incoming, StreamSpec
 from shared.bus.block_link import Item, Reader
 from shared.bus.bulk_stream import StreamLink
@@ -262,15 +263,6 @@ def summarise(result: dict[str, Any], size: str, costs: dict[str, list[Cost]]) -
         result["spread"][f"{name}_{size}"] = (min(ratios), max(ratios))
 
 
-def judged(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By name of a bar: the value, the bar, and whether it is met."""
-    bars = {}
-    for name, (sign, bar) in BARS.items():
-        value = result[name]
-        bars[name] = {"value": value, "bar": f"{sign} {bar}", "passed": value >= bar if sign == ">=" else value <= bar}
-    return bars
-
-
 def table(result: dict[str, Any]) -> str:
     lines = [f"load average {result['load_average']:.1f}", ""]
     for row, values in result["rows"].items():
@@ -303,7 +295,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     result = run()
-    result["bars"] = judged(result)
+    result["bars"] = judged(result, BARS)
     print(json.dumps(result) if arguments.json else table(result))
     sys.exit(0 if all(bar["passed"] for bar in result["bars"].values()) else 1)
 
