@@ -19,6 +19,7 @@ from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Sequence as Generation
 from services.decode.sequence import Work
 from shared.cache.blocks import BlockAllocator
+from shared.cache.naming import Lineage
 from shared.lifecycle import Phase
 from shared.messages import Sampling
 
@@ -34,6 +35,7 @@ STEPS_BETWEEN_ARRIVALS = 4
 ACCEPTED = 0.6
 POOLS = {"roomy": 4096, "tight": 400}
 LOADED = 8  # sequences that run when a share counts as one under load
+LINEAGE = Lineage(b"", "default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def run(requests: Sequence[Request], blocks: int, seed: int = 0) -> dict[str, fl
             number, request = arriving.popleft()
             answers[str(number)] = request.answer
             scheduler.submit(
-                Generation(str(number), list(request.tokens), len(request.tokens), b"", MAX_TOKENS, Sampling(), 0)
+                Generation(str(number), list(request.tokens), len(request.tokens), LINEAGE, MAX_TOKENS, Sampling(), 0)
             )
         for sequence in scheduler.admit():
             scheduler.loaded(sequence)  # nothing is in the shared cache

@@ -18,7 +18,7 @@ from shared.bus.base import Bus, ConsumerSpec, Incoming, StreamSpec
 from shared.codec import decode, encode
 from shared.config import Settings
 from shared.errors import BusError, ConfigError, RequestError
-from shared.messages import Beat, Identity, Load
+from shared.messages import Beat, Held, Identity, Load
 from shared.peers import Peers
 from shared.subjects import Subjects
 from shared.telemetry import Counters, rarely
@@ -26,6 +26,8 @@ from shared.telemetry import Counters, rarely
 T = TypeVar("T")
 Role = Literal["prefill", "decode", "drafter"]
 RETRY_S = 0.5
+HURRY = 0.2
+"""The part of the time between two beats after which a beat with news may come."""
 
 
 class SideTaskEnded(Exception):
@@ -51,6 +53,7 @@ class Actor:
         self.draining = anyio.Event()
         self.ready = anyio.Event()
         self.log = structlog.get_logger().bind(role=self.role, worker=worker)
+        self._news = anyio.Event()
         self._group: TaskGroup | None = None
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
@@ -83,6 +86,10 @@ class Actor:
 
     def load(self) -> Load:
         return Load()
+
+    def held_blocks(self) -> Held | None:
+        """What this worker's pool holds, for workers that have a request to give."""
+        return None
 
     # Life
 
@@ -173,12 +180,20 @@ class Actor:
             draining=self.draining.is_set(),
             counters={**self.counters, **{k: v for k, v in self.bus.counters.items() if v}, **self.more_counters()},
             load=self.load(),
+            held=self.held_blocks(),
         )
 
     async def _beat(self) -> None:
         while True:
             await self._say_beat()
-            await anyio.sleep(self.settings.beat_s)
+            await anyio.sleep(self.settings.beat_s * HURRY)
+            with anyio.move_on_after(self.settings.beat_s * (1 - HURRY)):
+                await self._news.wait()
+            self._news = anyio.Event()
+
+    def hurry_beat(self) -> None:
+        """There is news: the next beat comes early."""
+        self._news.set()
 
     async def _say_beat(self) -> None:
         try:

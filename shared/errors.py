@@ -111,6 +111,12 @@ class StreamFull(BusError):
     code = "stream_full"
 
 
+class PermissionDenied(BusError):
+    """NATS does not let this user publish there, or subscribe. Trying again cannot help until its rights change."""
+
+    code = "permission_denied"
+
+
 class FrameError(TrineError):
     """A cache frame that is not what it claims to be. Readers treat it as a miss."""
 

@@ -12,7 +12,8 @@ from shared.bus.base import Bus, Incoming, Job
 from shared.bus.settle import settle
 from shared.cancels import Cancels
 from shared.config import Settings
-from shared.subjects import last
+from shared.subjects import cancelled_of
+from shared.tenants import request_key
 
 
 class JobActor(Actor):
@@ -28,8 +29,8 @@ class JobActor(Actor):
         """Jobs that nobody else should get yet."""
         return ()
 
-    async def cancel(self, request_id: str) -> None:
-        """Drop what is being done for this request, if anything is. Later arrivals are checked by `cancels`."""
+    async def cancel(self, key: str) -> None:
+        """Drop what is being done for this request (`request_key`), if anything is. Later ones `cancels` knows of."""
 
     # Life
 
@@ -41,12 +42,12 @@ class JobActor(Actor):
 
     async def _on_cancel(self, message: Incoming) -> None:
         try:
-            request_id = last(message.subject)
+            key = request_key(*cancelled_of(message.subject))
         except ValueError:  # anybody may publish here
             self.counters["bad_messages"] += 1
             return
-        self.cancels.note(request_id, time.monotonic())
-        await self.cancel(request_id)
+        self.cancels.note(key, time.monotonic())
+        await self.cancel(key)
 
     async def _hold(self) -> None:
         while True:

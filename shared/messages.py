@@ -11,6 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shared.tenants import MAX_KEY, TENANT_PATTERN
+
 PROTOCOL_VERSION = 1
 MAX_ID = 128
 MAX_STOPS = 16
@@ -19,13 +21,24 @@ MAX_DRAFT = 64
 MAX_BATCH = 1024
 """Sequences in one step of a decode worker, and so in one ask for drafts."""
 MAX_COUNTERS = 256
+MAX_HELD = 2048
+"""Blocks that a beat lists, about."""
 MAX_SERVERS = 64
 """Workers of one role that an answer names."""
+CLAIM_NAME = 16
+"""Bytes of a block's name in a claim: enough to tell blocks apart, and only who computes them hangs on it."""
+MAX_CLAIMED = 16_384
+MAX_ENDED = 1024
 DEFAULT_MAX_TOKENS = 256
 
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
+RequestKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY)]
+"""`tenants.request_key`: names a request among those of all tenants."""
+Tenant = Annotated[str, Field(pattern=TENANT_PATTERN)]
+MAX_SALT = 256
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 WorkerName = RequestId
-Names = Annotated[list[RequestId], Field(max_length=MAX_BATCH)]
+Sessions = Annotated[list[RequestKey], Field(max_length=MAX_BATCH)]
 TokenIds = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
 
 
@@ -77,6 +90,8 @@ class Generate(Message):
     seed: int | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: str | list[str] | None = None
+    cache_salt: Salt | None = None
+    """Cached KV is shared only with requests of the same tenant that have the same salt."""
     deadline_ms: Annotated[int, Field(ge=1)] | None = None
     """Give up this long after the request was queued; the worker's default when unset."""
 
@@ -185,11 +200,51 @@ class PrefillJob(Message):
     max_bytes = 8 << 20
 
     type: Literal["prefill"] = "prefill"
-    request_id: RequestId
-    tenant: RequestId
+    request: RequestKey
+    tenant: Tenant
+    salt: Annotated[str, Field(max_length=MAX_SALT)] = ""
+    public_blocks: Annotated[int, Field(ge=0)] = 0
+    """So many blocks at the beginning are everybody's."""
     fingerprint: RequestId
     token_ids: TokenIds
     budget_ms: Annotated[int, Field(ge=1)]
+
+
+class Handover(Message):
+    """A decode worker offers a request that it has pulled to one that holds the prompt's prefix."""
+
+    max_bytes = 2 * Generate.max_bytes
+
+    type: Literal["handover"] = "handover"
+    worker: WorkerName
+    handle: Annotated[str, Field(max_length=1024)]
+    """What acks the request in the queue."""
+    subject: Annotated[str, Field(max_length=1024)]
+    """Where the request came in; tells priority and tenant."""
+    request: bytes
+
+
+class HandoverReply(Message):
+    type: Literal["handover_reply"] = "handover_reply"
+    taken: bool
+
+
+class Drop(Message):
+    """An operator's order to forget cached blocks: those of a scope (see `naming.Lineage`), or all."""
+
+    type: Literal["drop"] = "drop"
+    scope: Annotated[str, Field(min_length=1, max_length=MAX_ID)] | None = None
+
+
+class Dropped(Message):
+    """A worker has done so."""
+
+    type: Literal["dropped"] = "dropped"
+    worker: WorkerName
+    pool_blocks: int
+    """Blocks that its pool held under a name. Neither pool nor host tier know scopes apart: all are forgotten."""
+    host_blocks: int
+    """Blocks that it removed from the host tier."""
 
 
 class DraftItem(BaseModel):
@@ -197,7 +252,7 @@ class DraftItem(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    session: RequestId
+    session: RequestKey
     base: Annotated[int, Field(ge=0)]
     token_ids: TokenIds
     k: Annotated[int, Field(ge=1, le=MAX_DRAFT)]
@@ -212,14 +267,14 @@ class DraftAsk(Message):
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)]
     """How long the asker will wait; drafts that would come later are not worth making."""
     items: Annotated[list[DraftItem], Field(max_length=MAX_BATCH)]
-    ended: Names = []
+    ended: Sessions = []
     """Sessions that will not be asked about again."""
 
 
 class Draft(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    session: RequestId
+    session: RequestKey
     position: Annotated[int, Field(ge=0)]
     """Length of the sequence these tokens continue."""
     token_ids: Annotated[TokenIds, Field(max_length=MAX_DRAFT)]
@@ -230,7 +285,7 @@ class Drafts(Message):
     type: Literal["drafts"] = "drafts"
     worker: WorkerName
     drafts: Annotated[list[Draft], Field(max_length=MAX_BATCH)]
-    unknown: Names = []
+    unknown: Sessions = []
     """Sessions whose base the drafter does not have; send them from 0."""
 
 
@@ -243,6 +298,8 @@ class Identity(BaseModel):
     codec: str
     block_size: int
     block_bytes: int
+    layers: Annotated[int, Field(ge=1)] = 1
+    """Layers in a block, one after another."""
 
     def differences(self, other: Identity) -> list[str]:
         mine, theirs = self.model_dump(), other.model_dump()
@@ -257,6 +314,15 @@ class Load(BaseModel):
     free_blocks: int = 0
 
 
+class Held(BaseModel):
+    """Which blocks a pool holds; see `shared.cache.summary`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    rate: Annotated[int, Field(ge=0, le=32)]
+    names: Annotated[bytes, Field(max_length=8 * MAX_HELD)]
+
+
 class Beat(Message):
     type: Literal["beat"] = "beat"
     role: Literal["prefill", "decode", "drafter"]
@@ -267,9 +333,35 @@ class Beat(Message):
     """Digest of the tokenizer's vocabulary; drafts are only asked of a drafter with the same one."""
     draining: bool = False
     load: Load = Load()
+    held: Held | None = None
+    """Of a decode worker: what its pool holds."""
     counters: Annotated[dict[RequestId, int], Field(max_length=MAX_COUNTERS)] = {}
 
 
+class Claim(Message):
+    """An entry of the claim log: whose claims have ended, and which blocks this worker is about to compute.
+
+    The number that the log gives it names the claim. See `shared.flights`.
+    """
+
+    max_bytes = 512 << 10
+
+    type: Literal["claim"] = "claim"
+    worker: WorkerName
+    ended: Annotated[list[Annotated[int, Field(ge=1, le=2**63 - 1)]], Field(max_length=MAX_ENDED)] = []
+    """Claims that hold no longer: this worker's own, or those of one that is dead or does not get on."""
+    names: Annotated[bytes, Field(max_length=MAX_CLAIMED * CLAIM_NAME)] = b""
+    """The first `CLAIM_NAME` bytes of the name of each block, in order, one after the other."""
+
+    @field_validator("names")
+    @classmethod
+    def _whole_names(cls, value: bytes) -> bytes:
+        if len(value) % CLAIM_NAME:
+            raise ValueError(f"not a whole number of names of {CLAIM_NAME} bytes")
+        return value
+
+
 MESSAGE_TYPES: tuple[type[Message], ...] = (
-    Generate, Tokens, Finished, Failed, PrefillJob, DraftAsk, Drafts, Beat,
+    Generate, Tokens, Finished, Failed, PrefillJob, Handover, HandoverReply, Drop, Dropped, DraftAsk, Drafts, Beat,
+    Claim,
 )  # fmt: skip

@@ -38,6 +38,11 @@ class Peers:
             if p.beat.role == role and not p.beat.draining and name not in self._mismatched
         ]
 
+    def present(self, worker: str, now: float) -> bool:
+        """Whether this worker's beats come, whatever its role and also while it drains."""
+        self._forget_silent(now)
+        return worker in self._peers
+
     def _forget_silent(self, now: float) -> None:
         for name in [n for n, p in self._peers.items() if now - p.seen > self._timeout]:
             del self._peers[name]

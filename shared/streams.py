@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from shared.bus.base import ConsumerSpec, StreamSpec
 from shared.config import MiB, Settings
-from shared.messages import Generate, PrefillJob
+from shared.messages import Claim, Generate, PrefillJob
 from shared.subjects import PRIORITIES, Subjects
 
 HEADER_SLACK = 4096
 EVENT_AGE_S = 1800.0
 PREFILL_BYTES = 128 * MiB
 EVENT_BYTES = 256 * MiB
-MEMORY_STREAMS = PREFILL_BYTES + EVENT_BYTES + 640 * MiB  # what the server must have beside the cache, with room
+CLAIM_BYTES = 4 * MiB
+CLAIM_AGE_S = 120.0
+"""Longer than anybody computes without pause; shorter, and a claim whose end was never told delays too many."""
+MEMORY_STREAMS = (
+    PREFILL_BYTES + EVENT_BYTES + CLAIM_BYTES + 640 * MiB
+)  # what the server must have beside the cache, with room
 REQUEST_HEADER = "Trine-Request"
 """On events: the stream sequence of the request they answer; tells two requests with one id apart."""
 
@@ -20,7 +25,7 @@ def request_stream(subjects: Subjects, settings: Settings) -> StreamSpec:
     """Requests waiting for a decode worker. On disk: they survive a restart of the server. Full means refused."""
     return StreamSpec(
         name=subjects.request_stream,
-        subjects=(subjects.requests,),
+        subjects=subjects.requests,
         retention="workqueue",
         storage="file",
         discard="new",
@@ -35,7 +40,7 @@ def request_consumers(subjects: Subjects, settings: Settings) -> list[ConsumerSp
         ConsumerSpec(
             stream=subjects.request_stream,
             name=subjects.request_consumer(priority),
-            filter_subject=subjects.request(priority),
+            filter_subjects=subjects.requests_of(priority),
             ack_wait=settings.ack_wait_s,
         )
         for priority in PRIORITIES
@@ -61,7 +66,7 @@ def prefill_consumer(subjects: Subjects, settings: Settings) -> ConsumerSpec:
     return ConsumerSpec(
         stream=subjects.prefill_stream,
         name=subjects.prefill_consumer,
-        filter_subject=subjects.prefills,
+        filter_subjects=(subjects.prefills,),
         ack_wait=settings.ack_wait_s,
     )
 
@@ -70,9 +75,22 @@ def event_stream(subjects: Subjects) -> StreamSpec:
     """Token events, kept for whoever continues a request or reads its stream again."""
     return StreamSpec(
         name=subjects.event_stream,
-        subjects=(subjects.all_events,),
+        subjects=subjects.all_events,
         storage="memory",
         discard="old",
         max_bytes=EVENT_BYTES,
         max_age=EVENT_AGE_S,
+    )
+
+
+def claim_stream(subjects: Subjects) -> StreamSpec:
+    """The claim log. A claim that is lost with it costs a block computed twice, no more."""
+    return StreamSpec(
+        name=subjects.claim_stream,
+        subjects=(subjects.claims,),
+        storage="memory",
+        discard="old",
+        max_bytes=CLAIM_BYTES,
+        max_msg_size=Claim.max_bytes,
+        max_age=CLAIM_AGE_S,
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from shared.tenants import DEFAULT_TENANT, is_tenant
+
 PRIORITIES = ("high", "normal", "low")
 ROLES = ("prefill", "decode", "drafter")
 
@@ -42,20 +44,22 @@ class Subjects:
     def prefix(self) -> str:
         return f"trine.{token(self.model)}"
 
-    # Work queue of requests, one subject per priority.
-    def request(self, priority: str) -> str:
+    # Work queue of requests, one subject per priority and tenant.
+    def request(self, priority: str, tenant: str = DEFAULT_TENANT) -> str:
         if priority not in PRIORITIES:
             raise ValueError(f"priority must be one of {PRIORITIES}")
-        return f"{self.prefix}.req.{priority}"
+        return f"{self.prefix}.req.{priority}{_of(tenant)}"
+
+    def requests_of(self, priority: str) -> tuple[str, str]:
+        return self.request(priority), f"{self.request(priority)}.*"
 
     @property
-    def requests(self) -> str:
-        return f"{self.prefix}.req.*"
+    def requests(self) -> tuple[str, str]:
+        return f"{self.prefix}.req.*", f"{self.prefix}.req.*.*"
 
     # Refusals of messages whose request id cannot be read.
-    @property
-    def refused(self) -> str:
-        return f"{self.prefix}.refused"
+    def refused(self, tenant: str = DEFAULT_TENANT) -> str:
+        return f"{self.prefix}.refused{_of(tenant)}"
 
     # Work queue of prefill jobs; the last token is the name of the job's last block.
     def prefill(self, name: bytes) -> str:
@@ -66,30 +70,52 @@ class Subjects:
         return f"{self.prefix}.prefill.*"
 
     # Prefix cache.
-    def block(self, name: bytes, part: int = 0) -> str:
-        return f"{self.prefix}.kv.{name.hex()}.{part}"
+    def block(self, name: bytes, part: int = 0, scope: str = DEFAULT_TENANT) -> str:
+        """`scope` is a tenant, or `naming.PUBLIC`."""
+        return f"{self.prefix}.kv.{scope}.{name.hex()}.{part}"
 
     @property
     def blocks(self) -> str:
-        return f"{self.prefix}.kv.*.*"
+        return f"{self.prefix}.kv.*.*.*"
+
+    def blocks_of(self, scope: str) -> str:
+        return f"{self.prefix}.kv.{scope}.*.*"
+
+    # Log of who is computing which blocks.
+    @property
+    def claims(self) -> str:
+        return f"{self.prefix}.claim"
+
+    # Operators' orders to all workers to forget cached blocks.
+    @property
+    def drop(self) -> str:
+        return f"{self.prefix}.drop"
+
+    def dropped(self, order: str) -> str:
+        """Where workers say that they have carried out one such order."""
+        return f"{self.prefix}.dropped.{token(order)}"
 
     # Token events.
-    def events(self, request_id: str) -> str:
-        return f"{self.prefix}.tok.{token(request_id)}"
+    def events(self, request_id: str, tenant: str = DEFAULT_TENANT) -> str:
+        return f"{self.prefix}.tok{_of(tenant)}.{token(request_id)}"
 
     @property
-    def all_events(self) -> str:
-        return f"{self.prefix}.tok.*"
+    def all_events(self) -> tuple[str, str]:
+        return f"{self.prefix}.tok.*", f"{self.prefix}.tok.*.*"
+
+    # Requests that one decode worker offers another.
+    def handover(self, worker: str) -> str:
+        return f"{self.prefix}.hand.{token(worker)}"
 
     def draft(self, drafter: str) -> str:
         return f"{self.prefix}.draft.{token(drafter)}"
 
-    def cancel(self, request_id: str) -> str:
-        return f"{self.prefix}.cancel.{token(request_id)}"
+    def cancel(self, request_id: str, tenant: str = DEFAULT_TENANT) -> str:
+        return f"{self.prefix}.cancel{_of(tenant)}.{token(request_id)}"
 
     @property
     def cancels(self) -> str:
-        return f"{self.prefix}.cancel.*"
+        return f"{self.prefix}.cancel.>"
 
     def beat(self, role: str, worker: str) -> str:
         return f"{self.prefix}.beat.{role}.{token(worker)}"
@@ -118,6 +144,10 @@ class Subjects:
     def event_stream(self) -> str:
         return self._stream("TOK")
 
+    @property
+    def claim_stream(self) -> str:
+        return self._stream("CLAIM")
+
     @staticmethod
     def request_consumer(priority: str) -> str:
         return f"decode-{priority}"
@@ -127,7 +157,7 @@ class Subjects:
         return "prefill"
 
 
-ALL_REQUESTS = "trine.*.req.*"  # every model's; the fleet watches it to answer for models nobody serves
+ALL_REQUESTS = "trine.*.req.>"  # every model's; the fleet watches it to answer for models nobody serves
 ALL_BEATS = "trine.*.beat.*.*"
 
 
@@ -141,9 +171,44 @@ def last(subject: str) -> str:
     return text(subject.rsplit(".", 1)[1])
 
 
-def block_of(subject: str) -> tuple[bytes, int]:
-    """(name, part) of a block subject. Raises ValueError for any other subject."""
-    _, _, kind, name, part = subject.split(".")
+def _of(tenant: str) -> str:
+    """The tenant as a part of a subject; the default one is not spelled. Raises ValueError for what is no tenant."""
+    if not is_tenant(tenant):
+        raise ValueError("a tenant's name is 1 to 64 letters, digits, - and _")
+    return "" if tenant == DEFAULT_TENANT else f".{tenant}"
+
+
+def priority_of(subject: str) -> str:
+    """The priority of a request that came on this subject. Raises ValueError for what is no request's subject."""
+    tokens = subject.split(".")
+    if len(tokens) < 4 or tokens[2] != "req" or tokens[3] not in PRIORITIES:
+        raise ValueError("not a request's subject")
+    return tokens[3]
+
+
+def tenant_of_request(subject: str) -> str:
+    """The tenant whose request came on this subject. Raises ValueError for what is no tenant's name."""
+    tokens = subject.split(".")
+    tenant = tokens[4] if len(tokens) == 5 else DEFAULT_TENANT
+    if not 4 <= len(tokens) <= 5 or not is_tenant(tenant):
+        raise ValueError("no tenant's name in the subject")
+    return tenant
+
+
+def cancelled_of(subject: str) -> tuple[str, str]:
+    """(tenant, request id) of a cancel's subject. Raises ValueError for any other subject."""
+    tokens = subject.split(".")
+    if not 4 <= len(tokens) <= 5 or tokens[2] != "cancel":
+        raise ValueError("not a cancel's subject")
+    tenant = tokens[3] if len(tokens) == 5 else DEFAULT_TENANT
+    if not is_tenant(tenant):
+        raise ValueError("no tenant's name in the subject")
+    return tenant, text(tokens[-1])
+
+
+def block_of(subject: str) -> tuple[str, bytes, int]:
+    """(scope, name, part) of a block subject. Raises ValueError for any other subject."""
+    _, _, kind, scope, name, part = subject.split(".")
     if kind != "kv":
         raise ValueError(f"not a block subject: {subject}")
-    return bytes.fromhex(name), int(part)
+    return scope, bytes.fromhex(name), int(part)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
 
 import structlog
+
+T = TypeVar("T")
 
 Counters = Counter[str]
 """Monotonic event counts of one worker, published in its beat."""
@@ -15,6 +20,25 @@ Counters = Counter[str]
 def rarely(count: int) -> bool:
     """True for 1, 2, 4, 8 …: says often enough what anybody could make happen all the time."""
     return count & (count - 1) == 0
+
+
+class Spent:
+    """How long the blocking calls of one thread took together; other threads may read it."""
+
+    def __init__(self) -> None:
+        self._ns = 0
+
+    def run(self, function: Callable[..., T], *args: object) -> T:
+        started = time.perf_counter_ns()
+        try:
+            return function(*args)
+        finally:
+            self._ns += time.perf_counter_ns() - started
+
+    @property
+    def ms(self) -> int:
+        """For a counter: the sum, not its parts, is rounded down."""
+        return self._ns // 1_000_000
 
 
 def to_stderr() -> None:

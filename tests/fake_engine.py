@@ -41,7 +41,11 @@ def completion(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
 
 
 class FakeEngine:
-    """Implements `StepEngine`. `seeded`: answers depend on the span's seed, as sampling does."""
+    """Implements `StepEngine`. `seeded`: answers depend on the span's seed, as sampling does.
+
+    `weights` other than 0 are another model: other KV for the same tokens, and other answers (`completion` with them
+    for a seed).
+    """
 
     def __init__(
         self,
@@ -54,11 +58,13 @@ class FakeEngine:
         fingerprint: str = "fake-weights",
         codec: str = "none",
         wrong_every: int = 0,
+        weights: int = 0,
     ) -> None:
         self._pool = np.full((blocks, block_size), EMPTY, dtype="<u4")
         self._step_s = step_s
         self._seeded = seeded
         self._wrong_every = wrong_every
+        self._weights = weights
         self._lock = threading.Lock()
         self._codec = codec
         self.steps = 0
@@ -106,12 +112,13 @@ class FakeEngine:
         size = self.info.block_size
         self.tokens_computed += len(span.token_ids)
         for position, token in enumerate(span.token_ids, start=span.start):
-            self._pool[span.table[position // size], position % size] = token
+            self._pool[span.table[position // size], position % size] = token ^ self._weights
         end = span.start + len(span.token_ids)
         read = np.concatenate([self._pool[b] for b in span.table])[:end]
         if (read == EMPTY).any():
             raise AssertionError("a position was read that nobody has written")
-        seed = span.seed if self._seeded else 0
+        read = read ^ self._weights
+        seed = span.seed if self._seeded else self._weights
         out = []
         for row in range(end - span.rows + 1, end + 1):
             token = next_token([int(t) for t in read[:row]], seed)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import structlog
 
 from services.decode.config import DecodeSettings
+from services.decode.publics import PublicPrefixes
 from services.decode.service import DecodeWorker
 from services.drafter.config import DrafterSettings
 from services.drafter.service import DrafterWorker
@@ -48,6 +49,8 @@ class FleetRig:
         self.broker = MemoryBroker()
         self.workers: dict[str, Actor] = {}
         self.engines: dict[str, FakeEngine] = {}
+        self.publics: PublicPrefixes | None = None
+        """Of the decode workers to come."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._buses: dict[str, list[MemoryBus]] = {}
         self._clients: list[Client] = []
@@ -82,8 +85,8 @@ class FleetRig:
         self._buses.setdefault(owner, []).append(bus)
         return bus
 
-    def client(self) -> Client:
-        client = Client(model=MODEL, bus=cast("Bus", self.bus()))
+    def client(self, tenant: str | None = None) -> Client:
+        client = Client(model=MODEL, tenant=tenant, bus=cast("Bus", self.bus()))
         self._clients.append(client)
         return client
 
@@ -91,7 +94,7 @@ class FleetRig:
         settings = DecodeSettings(**{**COMMON, "local_prefill_tokens": 8, "prefill_patience_s": 1.0, **overrides})
         engine = self._engine(name, engine)
         tokenizer = cast("Tokenizer", FakeTokenizer())
-        worker = DecodeWorker(settings, self.bus(name), self.bus(name), name, engine, tokenizer)
+        worker = DecodeWorker(settings, self.bus(name), self.bus(name), name, engine, tokenizer, self.publics)
         await self._start(name, worker)
         return worker
 

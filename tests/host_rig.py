@@ -25,7 +25,7 @@ from shared.cache.host import HostBlocks, Usage
 from shared.messages import Identity
 
 IDENTITY = Identity(fingerprint="f" * 64, codec="none", block_size=4, block_bytes=50_000)
-METAS = frames.metas(naming.root(IDENTITY, "t"), range(4 * 48), 4)
+METAS = frames.metas(naming.root(IDENTITY, "t"), range(4 * 48), 4, "worker-1")
 BOUND = 16 * (56 << 10)
 WORKERS = 4
 WRONG, BROKEN_BOUND = 3, 4
@@ -62,7 +62,7 @@ def opened(folder: Path) -> HostBlocks:
 
 def read(host: HostBlocks, meta: BlockMeta) -> bool:
     dest = bytearray(IDENTITY.block_bytes)
-    found = host.get(meta, memoryview(dest)) is not None
+    found = host.get([(meta, memoryview(dest))]) != [None]
     if found and dest != payload(meta):
         raise SystemExit(WRONG)
     return found

@@ -1,4 +1,4 @@
-"""The command line: `trine up`, `trine generate`, `trine check`, `trine demo`."""
+"""The command line: `trine up`, `trine generate`, `trine check`, `trine cache`, `trine demo`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from shared import telemetry
 from shared.errors import InvalidField
+from trine.cache_cli import app as cache_app
 from trine.console import EXIT_FAILED, log_printer, progress_bar, reported
 from trine.settings import variables
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cache_app, name="cache")
 READY_S = 300.0
 
 

@@ -12,6 +12,7 @@ from shared.config import Settings
 from shared.errors import BusDisconnected
 from shared.messages import ChatMessage
 from shared.subjects import Subjects
+from shared.tenants import DEFAULT_TENANT
 from trine.beats import listen
 from trine.completion import Completion
 from trine.stream import Stream
@@ -32,20 +33,30 @@ class Params(TypedDict, total=False):
     seed: int
     max_tokens: int
     stop: str | list[str]
+    cache_salt: str
     deadline_ms: int
+
+
+class ClientSettings(Settings):
+    tenant: str = DEFAULT_TENANT
+    """Whose requests these are. The NATS server's permissions must allow it."""
 
 
 class Client:
     """A connection to NATS for one program; use it for as many requests at once as you like.
 
-    `url` and `model` default to what `TRINE_NATS_URL` and `TRINE_MODEL_NAME` (or `TRINE_MODEL`) say. Entering raises
+    `url`, `model` and `tenant` default to what `TRINE_NATS_URL`, `TRINE_MODEL_NAME` (or `TRINE_MODEL`) and
+    `TRINE_TENANT` say. Entering raises
     BusDisconnected when NATS does not answer. Leaving cancels what is still being answered.
     """
 
-    def __init__(self, url: str | None = None, model: str | None = None, *, bus: Bus | None = None) -> None:
-        settings = Settings()
+    def __init__(
+        self, url: str | None = None, model: str | None = None, *, tenant: str | None = None, bus: Bus | None = None
+    ) -> None:
+        settings = ClientSettings()
         self.url = url or settings.nats_url
         self.model = model or settings.served_name
+        self.tenant = tenant or settings.tenant
         self._given = bus
         self._bus: Bus | None = bus
         self._live: set[Stream] = set()
@@ -110,11 +121,11 @@ class Client:
             "token_ids": None if token_ids is None else list(token_ids),
             **params,
         }
-        return Stream(bus, prepare(model or self.model, priority, id, fields, bus.max_payload), self._live)
+        return Stream(bus, prepare(model or self.model, self.tenant, priority, id, fields, bus.max_payload), self._live)
 
     async def cancel(self, id: str, model: str | None = None) -> None:
-        """Stop a request, also somebody else's. Nothing happens when nobody has it."""
-        await self._connected().publish(Subjects(model or self.model).cancel(id), b"")
+        """Stop a request of this tenant. Nothing happens when nobody has it."""
+        await self._connected().publish(Subjects(model or self.model).cancel(id, self.tenant), b"")
 
     async def models(self, timeout: float = 1.5) -> list[str]:
         """Models whose workers are heard within `timeout` seconds."""

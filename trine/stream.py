@@ -80,7 +80,7 @@ class Stream:
 
     async def cancel(self) -> None:
         """Ask the workers to stop; the iteration then ends with finish reason `cancelled`."""
-        await self._bus.publish(self._subjects.cancel(self.id), b"")
+        await self._bus.publish(self._subjects.cancel(self.id, self._ask.tenant), b"")
 
     async def close(self) -> None:
         """Cancel the request if it is under way."""
@@ -97,7 +97,7 @@ class Stream:
             self._events.put_nowait(None)
 
     async def _run(self) -> AsyncIterator[Delta]:
-        subscription = await self._bus.subscribe(self._subjects.events(self.id), self._on_event)
+        subscription = await self._bus.subscribe(self._subjects.events(self.id, self._ask.tenant), self._on_event)
         self._live.add(self)
         try:
             watch = Stopwatch(time.monotonic())
@@ -172,7 +172,7 @@ class Stream:
         """Read what the event stream has beyond what was read of it before; all of it while something is missing."""
         after = 0 if self._merger.missing else self._seen
         left = min(READ_S, self._deadline - time.monotonic())
-        stream, subject = self._subjects.event_stream, self._subjects.events(self.id)
+        stream, subject = self._subjects.event_stream, self._subjects.events(self.id, self._ask.tenant)
         deltas: list[Delta] = []
         try:
             stored = await self._bus.read(stream, subject, after=after, timeout=left)

@@ -28,6 +28,7 @@ from shared.errors import (
 )
 from shared.messages import MAX_ID, Generate
 from shared.subjects import PRIORITIES, Subjects
+from shared.tenants import DEFAULT_TENANT, is_tenant, request_key
 from trine.beats import listen
 
 DEFAULT_DEADLINE_S = 600.0
@@ -43,17 +44,25 @@ class Ask:
 
     id: str
     model: str
+    tenant: str
     priority: str
     data: bytes
     deadline_s: float
 
+    @property
+    def message_id(self) -> str:
+        """By which the queue knows a repeat of the same publish; two tenants may use one id."""
+        return self.id if self.tenant == DEFAULT_TENANT else request_key(self.tenant, self.id)
 
-def prepare(model: str, priority: str, id: str | None, fields: Mapping[str, Any], max_payload: int) -> Ask:
+
+def prepare(model: str, tenant: str, priority: str, id: str | None, fields: Mapping[str, Any], max_payload: int) -> Ask:
     """Check a request before anything is sent. Raises InvalidField (naming the field) or TooLarge."""
     if priority not in PRIORITIES:
         raise InvalidField(f"priority: one of {', '.join(PRIORITIES)}", field="priority")
     if not 0 < len(model) <= MAX_ID:
         raise InvalidField(f"model: a name has 1 to {MAX_ID} characters", field="model")
+    if not is_tenant(tenant):
+        raise InvalidField("tenant: a name is 1 to 64 letters, digits, - and _", field="tenant")
     given = {name: value for name, value in fields.items() if value is not None}
     request_id = uuid.uuid4().hex if id is None else id
     try:
@@ -69,7 +78,7 @@ def prepare(model: str, priority: str, id: str | None, fields: Mapping[str, Any]
     if len(data) > limit:
         raise TooLarge(f"the request has {len(data)} bytes; at most {limit} are accepted")
     deadline_s = request.deadline_ms / 1e3 if request.deadline_ms else DEFAULT_DEADLINE_S
-    return Ask(request_id, model, priority, data, deadline_s)
+    return Ask(request_id, model, tenant, priority, data, deadline_s)
 
 
 async def submit(bus: Bus, ask: Ask) -> int | None:
@@ -77,7 +86,7 @@ async def submit(bus: Bus, ask: Ask) -> int | None:
 
     Raises DuplicateRequest, Overloaded, UnknownModel, or BusDisconnected (then nobody knows whether it was queued).
     """
-    subject = Subjects(ask.model).request(ask.priority)
+    subject = Subjects(ask.model).request(ask.priority, ask.tenant)
     try:
         return await _append(bus, subject, ask)
     except StreamFull:
@@ -91,7 +100,7 @@ async def _append(bus: Bus, subject: str, ask: Ask) -> int | None:
     started, tried = time.monotonic(), False
     while True:
         try:
-            return await bus.append(subject, ask.data, message_id=ask.id, timeout=APPEND_S)
+            return await bus.append(subject, ask.data, message_id=ask.message_id, timeout=APPEND_S)
         except SequenceConflict:
             if tried:
                 return None  # an earlier try did arrive

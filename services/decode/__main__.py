@@ -7,6 +7,7 @@ from functools import partial
 import anyio
 
 from services.decode.config import DecodeSettings
+from services.decode.publics import PublicPrefixes
 from services.decode.service import DecodeWorker
 from shared.tokenizer import Tokenizer
 from shared.worker import Connect, load_engine, main, model_folder
@@ -17,7 +18,9 @@ async def make(settings: DecodeSettings, worker: str, connect: Connect) -> Decod
     load = partial(load_engine, settings, folder, slots=settings.max_running, lookahead=settings.draft_depth)
     engine = await anyio.to_thread.run_sync(load)
     tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
-    return DecodeWorker(settings, await connect("control"), await connect("bulk"), worker, engine, tokenizer)
+    find = partial(PublicPrefixes.load, settings.public_prefixes, engine.identity, tokenizer, engine.info)
+    publics = await anyio.to_thread.run_sync(find)
+    return DecodeWorker(settings, await connect("control"), await connect("bulk"), worker, engine, tokenizer, publics)
 
 
 if __name__ == "__main__":

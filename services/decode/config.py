@@ -23,5 +23,9 @@ class DecodeSettings(Settings):
     """Tokens to draft per step; 0 turns speculation off."""
     draft_wait_ms: Annotated[float, Field(ge=0, le=60_000)] = 15.0
     """How long a step waits for drafts."""
+    public_prefixes: str = ""
+    """A JSON file of prompts, chat beginnings or token ids whose blocks all tenants share. The same for all workers."""
+    affinity: bool = True
+    """Whether a request goes to the decode worker whose pool holds its prefix, when that one has room."""
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
     """Deadline of a request that sets none."""

@@ -16,7 +16,6 @@ from shared.codec import Format, decode_event, encode
 from shared.errors import BusError, RequestError, SequenceConflict
 from shared.messages import Failed, Finished, Tokens
 from shared.streams import REQUEST_HEADER
-from shared.subjects import Subjects
 
 CACHED_HEADER = "Trine-Cached"  # cached prompt tokens that the first attempt found, for those that continue it
 MAX_EVENT_TOKENS = 2048  # so that an event never outgrows what a message may have
@@ -43,11 +42,11 @@ class History:
     """The subject belongs to another request with this id: it wrote tokens first and has not ended."""
 
 
-async def read_history(bus: Bus, subjects: Subjects, request_id: str, request: int) -> History:
-    """Events stored for delivery `request` of `request_id`. Events of an earlier, ended request are passed over."""
+async def read_history(bus: Bus, stream: str, subject: str, request: int) -> History:
+    """Events on `subject` for the request with sequence `request`. Those of an earlier, ended one are passed over."""
     history = History()
     mine, owner = str(request), None
-    for stored in await bus.read(subjects.event_stream, subjects.events(request_id)):
+    for stored in await bus.read(stream, subject):
         history.last_seq = stored.seq
         try:
             event = decode_event(stored.data)
@@ -97,7 +96,8 @@ class EventWriter:
     def __init__(
         self,
         bus: Bus,
-        subjects: Subjects,
+        stream: str,
+        subject: str,
         request_id: str,
         request: int,
         *,
@@ -107,7 +107,8 @@ class EventWriter:
         ensure_streams: Callable[[], Awaitable[None]],
     ) -> None:
         self._bus = bus
-        self._subjects = subjects
+        self._stream = stream
+        self._subject = subject
         self._id = request_id
         self._request = request
         self._attempt = attempt
@@ -159,11 +160,10 @@ class EventWriter:
     async def _store(self, event: Tokens | Finished | Failed) -> None:
         """One try; on failure `run` comes back with what is then next."""
         headers = {REQUEST_HEADER: str(self._request), CACHED_HEADER: str(self.cached_tokens)}
-        subject = self._subjects.events(self._id)
         data = encode(event, self._format)
         try:
             self._last_seq = await self._bus.append(
-                subject, data, headers=headers, expect_last=self._last_seq, timeout=2.0
+                self._subject, data, headers=headers, expect_last=self._last_seq, timeout=2.0
             )
         except SequenceConflict:
             await self._reconcile()
@@ -182,7 +182,7 @@ class EventWriter:
         """Our own event whose ack was lost; an emptied stream after a server restart, when all is written again and
         clients merge by index; an older attempt's last words; or somebody to whom the subject belongs now."""
         try:
-            history = await read_history(self._bus, self._subjects, self._id, self._request)
+            history = await read_history(self._bus, self._stream, self._subject, self._request)
         except BusError as error:
             await self._pause(error)
             return

@@ -11,24 +11,28 @@ import structlog
 
 from services.decode.config import DecodeSettings
 from services.decode.events import EventWriter, History, read_history
+from services.decode.publics import PublicPrefixes
 from services.decode.refusal import Refusals
 from services.decode.request import Request, make_sequence, parse, tokenise
+from services.decode.sequence import Sequence
 from services.decode.turns import Turns
 from shared.bus.base import Bus, Job
 from shared.bus.settle import settle
 from shared.cancels import Cancels
 from shared.codec import format_of
 from shared.engine.base import ModelInfo
-from shared.errors import BusError, DeadlineExceeded, RequestError, TrineError, Unavailable
+from shared.errors import BusError, DeadlineExceeded, InvalidField, RequestError, TrineError, Unavailable
 from shared.messages import Generate
 from shared.sampling.stopping import Completion
-from shared.subjects import PRIORITIES, Subjects
+from shared.subjects import PRIORITIES, Subjects, tenant_of_request
 from shared.telemetry import Counters
+from shared.tenants import DEFAULT_TENANT, request_key
 from shared.tokenizer import Tokenizer
 
 PULL_S = 0.5  # short: a worker that has filled up meanwhile must not take what another could run
 MAX_HANDBACKS = 3  # deliveries after which a full worker keeps a request after all, rather than use up its attempts
 MAX_DELIVERIES = 10
+MAX_TAKING = 4
 
 log = structlog.get_logger()
 
@@ -44,10 +48,11 @@ class Intake:
         subjects: Subjects,
         tokenizer: Tokenizer,
         info: ModelInfo,
-        root: bytes,
+        publics: PublicPrefixes,
         counters: Counters,
         has_room: Callable[[], bool],
         serve: Callable[[Request], None],
+        offer: Callable[[Job, Sequence], Awaitable[bool]],
         adopt: Callable[[Job], bool],
         refusals: Refusals,
         cancels: Cancels,
@@ -58,16 +63,18 @@ class Intake:
         self._subjects = subjects
         self._tokenizer = tokenizer
         self._info = info
-        self._root = root
+        self._publics = publics
         self._counters = counters
         self._has_room = has_room
         self._serve = serve
+        self._offer = offer
         self._adopt = adopt
         self._refusals = refusals
         self._cancels = cancels
         self._ensure_streams = ensure_streams
         self._room = anyio.Event()
         self._turns = Turns(PRIORITIES)
+        self._taking = 0
         self.closed = False
 
     def room_changed(self) -> None:
@@ -108,8 +115,20 @@ class Intake:
 
     # Accepting
 
-    async def _accept(self, job: Job, priority: str) -> None:
-        """Whatever the message is, this worker goes on: it is served, answered, or handed back."""
+    def wants(self) -> bool:
+        """Whether to take a request that another worker offers. Few come in at once: each takes room."""
+        return not self.closed and self._has_room() and self._taking < MAX_TAKING
+
+    async def take(self, job: Job, priority: str) -> None:
+        """Accept what another worker has pulled and handed over."""
+        self._taking += 1
+        try:
+            await self._accept(job, priority, handed=True)
+        finally:
+            self._taking -= 1
+
+    async def _accept(self, job: Job, priority: str, handed: bool = False) -> None:
+        """Whatever the message is, this worker goes on: it is served, answered, handed over or handed back."""
         if self.closed:
             await settle(job.nak())
             return
@@ -123,7 +142,7 @@ class Intake:
         try:
             generate = await anyio.to_thread.run_sync(parse, job.data, self._subjects.model)
             request_id = generate.id
-            request = await self._prepare(generate, job, priority)
+            request = await self._prepare(self._tenant(job), generate, job, priority, handed)
         except (RequestError, Unavailable) as error:
             await self._refusals.refuse(job, error, request_id)
         except BusError as error:
@@ -138,40 +157,54 @@ class Intake:
             if request is not None:
                 self._serve(request)
 
-    async def _prepare(self, generate: Generate, job: Job, priority: str) -> Request | None:
-        """The request, ready to be scheduled. None if it has ended already."""
+    def _tenant(self, job: Job) -> str:
+        """Raises InvalidField for a subject that proves nothing."""
+        try:
+            tenant = tenant_of_request(job.subject)
+        except ValueError as error:
+            raise InvalidField(str(error), field="tenant") from None
+        if tenant != DEFAULT_TENANT and not self._bus.authenticated:
+            raise InvalidField("tenants need a NATS server that lets nobody in without credentials", field="tenant")
+        return tenant
+
+    async def _prepare(self, tenant: str, generate: Generate, job: Job, priority: str, handed: bool) -> Request | None:
+        """The request, ready to be scheduled. None if it has ended already, or another worker has it now."""
         deadline = (generate.deadline_ms or self._settings.deadline_s * 1000) / 1000 - job.age
         if deadline <= 0:
             raise DeadlineExceeded(f"queued for {job.age:.1f} s, beyond its deadline")
         if job.delivered > MAX_DELIVERIES:
             raise Unavailable(f"given up after {MAX_DELIVERIES} attempts")
         prompt = await anyio.to_thread.run_sync(tokenise, generate, self._tokenizer, self._info)
-        history = await self._history(generate, job)
+        key, subject = request_key(tenant, generate.id), self._subjects.events(generate.id, tenant)
+        history = await self._history(subject, job)
         if history.ended:
             await settle(job.ack())
         elif history.foreign:
             await self._refusals.duplicate(job, generate.id)
-        elif self._cancels.covers(generate.id, time.monotonic() - job.age):
+        elif self._cancels.covers(key, time.monotonic() - job.age):
             await self._refusals.cancelled(job, generate, len(history.tokens))
         else:
-            return self._request(generate, job, priority, prompt, history, deadline)
+            lineage = self._publics.lineage(prompt, tenant, generate.cache_salt or "")
+            sequence = make_sequence(key, generate, job, prompt, history, self._info, lineage, priority)
+            if handed or job.delivered > 1 or not await self._offer(job, sequence):
+                return self._request(sequence, subject, generate, job, history, deadline)
         return None
 
-    async def _history(self, generate: Generate, job: Job) -> History:
+    async def _history(self, subject: str, job: Job) -> History:
         """A first delivery has none, in all likelihood: its first append finds out. Later ones read what was sent."""
         if job.delivered == 1:
             return History()
         self._counters["redeliveries"] += 1
-        return await read_history(self._bus, self._subjects, generate.id, job.seq)
+        return await read_history(self._bus, self._subjects.event_stream, subject, job.seq)
 
     def _request(
-        self, generate: Generate, job: Job, priority: str, prompt: list[int], history: History, deadline: float
+        self, sequence: Sequence, subject: str, generate: Generate, job: Job, history: History, deadline: float
     ) -> Request:
-        sequence = make_sequence(generate, job, prompt, history, self._info, self._root, priority)
         completion = Completion(self._tokenizer.detokenizer(), self._info.eos_ids, generate.stops, sequence.max_tokens)
         events = EventWriter(
             self._bus,
-            self._subjects,
+            self._subjects.event_stream,
+            subject,
             generate.id,
             job.seq,
             attempt=job.delivered,
@@ -183,4 +216,4 @@ class Intake:
             if completion.finished is None:
                 completion.push(token)
         ends = time.monotonic() + deadline
-        return Request(generate, job, sequence, completion, events, deadline=ends, queued_s=job.age)
+        return Request(sequence.id, generate, job, sequence, completion, events, deadline=ends, queued_s=job.age)

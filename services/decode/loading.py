@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import anyio
 import structlog
 
 from services.decode.config import DecodeSettings
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Sequence
 from shared.bus.base import Bus
+from shared.cache.claims import Claims, Flight, Need
 from shared.cache.prefix import PrefixCache
 from shared.codec import encode
 from shared.engine.base import StepEngine
@@ -22,6 +24,10 @@ from shared.subjects import Subjects
 from shared.telemetry import Counters
 
 POLL_S = 0.5
+CLAIM_MIN_BLOCKS = 4
+"""With fewer blocks to compute here, nobody is told or asked about them: that would take longer than it could save."""
+LOOK_S = 0.02
+"""How often a flight is looked at: nobody waits for its end while its blocks come."""
 
 log = structlog.get_logger()
 
@@ -32,25 +38,27 @@ class Loader:
     def __init__(
         self,
         settings: DecodeSettings,
-        tenant: str,
         *,
         bus: Bus,
         subjects: Subjects,
         scheduler: DecodeScheduler,
         engine: StepEngine,
         cache: PrefixCache,
+        claims: Claims,
         peers: Peers,
         counters: Counters,
+        spawn: Callable[..., None],
     ) -> None:
         self._settings = settings
-        self._tenant = tenant
         self._bus = bus
         self._subjects = subjects
         self._scheduler = scheduler
         self._engine = engine
         self._cache = cache
+        self._claims = claims
         self._peers = peers
         self._counters = counters
+        self._spawn = spawn
         self._block_size = engine.info.block_size
 
     async def load(self, sequence: Sequence, budget_s: float, on_producers: Callable[[set[str]], None]) -> None:
@@ -68,10 +76,17 @@ class Loader:
             return
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_len)
+        since = None
         if sequence.phase is Phase.LOADING and self._worth_a_job(sequence, wanted):
-            await self._prefill_remotely(sequence, epoch, wanted, budget_s, on_producers)
-        if sequence.epoch == epoch and sequence.phase is Phase.LOADING:
+            since = await self._prefill_remotely(sequence, epoch, wanted, budget_s, on_producers)
+        if self._loading(sequence, epoch) and wanted - sequence.computed // self._block_size >= CLAIM_MIN_BLOCKS:
+            await self._lead(sequence, epoch, wanted, since)
+        if self._loading(sequence, epoch):
             self._scheduler.loaded(sequence)
+
+    def _loading(self, sequence: Sequence, epoch: int) -> bool:
+        """Whether it is still the one that was to be loaded: not ended, not preempted, not ready to go on."""
+        return sequence.epoch == epoch and sequence.phase is Phase.LOADING
 
     def _worth_a_job(self, sequence: Sequence, wanted: int) -> bool:
         missing = wanted * self._block_size - sequence.computed
@@ -85,7 +100,7 @@ class Loader:
         first, short = sequence.computed // self._block_size, False
 
         def wanted() -> bool:
-            return sequence.epoch == epoch and sequence.phase is Phase.LOADING
+            return self._loading(sequence, epoch)
 
         def claim(index: int) -> int | None:
             nonlocal short
@@ -112,20 +127,23 @@ class Loader:
         wanted: int,
         budget_s: float,
         on_producers: Callable[[set[str]], None],
-    ) -> None:
-        """Have the missing blocks computed elsewhere and pull each as it appears. Gives up without progress."""
+    ) -> float:
+        """Have the missing blocks computed elsewhere and pull each as it appears. Gives up without progress.
+
+        Returns the time of the last progress.
+        """
         progress, asked, again = time.monotonic(), False, False
         while (have := sequence.computed // self._block_size) < wanted:
             if not asked and not await self._publish_job(sequence, wanted, budget_s, again):
-                return
-            if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
-                return
+                return progress
+            if not self._loading(sequence, epoch):
+                return progress
             present = await self._cache.wait(sequence.names[have:wanted], POLL_S)
-            if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
-                return
+            if not self._loading(sequence, epoch):
+                return progress
             on_producers(await self._fetch(sequence, epoch, have + present))
-            if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
-                return
+            if not self._loading(sequence, epoch):
+                return progress
             # Asked again while nothing comes: the job may be gone, with its worker or with another's cancel.
             asked, again = sequence.computed // self._block_size > have, True
             if asked:
@@ -133,14 +151,36 @@ class Loader:
             elif time.monotonic() - progress > self._settings.prefill_patience_s or not self._prefill_alive():
                 self._counters["prefill_given_up"] += 1
                 log.info("no prefill; computing here", request=sequence.id, missing=sequence.remaining)
-                return
+                return progress
+        return progress
+
+    async def _lead(self, sequence: Sequence, epoch: int, wanted: int, since: float | None) -> None:
+        """Claim the missing blocks and bring those that others compute: what is missing then, is computed here."""
+        need = Need(
+            sequence.names[:wanted],
+            have=lambda: sequence.computed // self._block_size,
+            wanted=lambda: self._loading(sequence, epoch),
+            fetch=lambda upto: self._fetch(sequence, epoch, upto),
+        )
+        flight = await self._claims.lead(need, self._settings.prefill_patience_s, since)
+        if flight is not None:
+            self._spawn(self._follow, flight, sequence, epoch, need)
+
+    async def _follow(self, flight: Flight, sequence: Sequence, epoch: int, need: Need) -> None:
+        """End the flight when its blocks are stored, or when the sequence has lost them."""
+        while sequence.epoch == epoch and need.have() < len(need.names):
+            await anyio.sleep(LOOK_S)
+        await self._cache.settled(need.names)
+        self._claims.end(flight)
 
     async def _publish_job(self, sequence: Sequence, wanted: int, budget_s: float, again: bool) -> bool:
         # When it has waited so long for a prefill worker, this worker will have given up on it.
         useful_s = min(budget_s, 2 * self._settings.prefill_patience_s)
         job = PrefillJob(
-            request_id=sequence.id,
-            tenant=self._tenant,
+            request=sequence.id,
+            tenant=sequence.lineage.tenant,
+            salt=sequence.lineage.salt,
+            public_blocks=min(sequence.lineage.public, wanted),
             fingerprint=self._engine.info.fingerprint,
             token_ids=sequence.tokens[: wanted * self._block_size],
             budget_ms=max(int(useful_s * 1000), 1),

@@ -15,8 +15,9 @@ from shared.codec import Format, encode, format_of
 from shared.errors import BusError, DuplicateRequest, TrineError
 from shared.messages import MAX_ID, Failed, Finished, Generate, ServedBy, Timings, Usage
 from shared.streams import REQUEST_HEADER
-from shared.subjects import Subjects
+from shared.subjects import Subjects, tenant_of_request
 from shared.telemetry import Counters
+from shared.tenants import DEFAULT_TENANT
 
 SMALL = 1 << 16  # bytes; of larger messages only the beginning is looked at
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,128})"')
@@ -67,12 +68,14 @@ class Refusals:
         await self._answer(job, event, generate.id)
 
     async def _answer(self, job: Job, event: Failed | Finished, request_id: str | None) -> None:
+        tenant = _tenant(job)
         try:
-            if request_id is None:
-                await self._bus.publish(self._subjects.refused, encode(event, Format.JSON))
+            if request_id is None or tenant is None:
+                await self._bus.publish(self._subjects.refused(tenant or DEFAULT_TENANT), encode(event, Format.JSON))
             else:
+                subject = self._subjects.events(request_id, tenant)
                 data = encode(event, format_of(job.data))
-                await self._bus.append(self._subjects.events(request_id), data, headers={REQUEST_HEADER: str(job.seq)})
+                await self._bus.append(subject, data, headers={REQUEST_HEADER: str(job.seq)})
         except BusError as error:
             log.warning("refusal not delivered; the request comes again", seq=job.seq, error=str(error))
             if error.code == "stream_missing":
@@ -81,6 +84,13 @@ class Refusals:
         except Exception:
             log.exception("refusal cannot be delivered; the request is dropped", seq=job.seq)
         await settle(job.term())
+
+
+def _tenant(job: Job) -> str | None:
+    try:
+        return tenant_of_request(job.subject)
+    except ValueError:
+        return None
 
 
 def failed(request_id: str, attempt: int, error: TrineError) -> Failed:

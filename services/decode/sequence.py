@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.cache import naming
 from shared.cache.frames import BlockMeta
+from shared.cache.naming import Lineage
 from shared.engine.span import Span
 from shared.lifecycle import Phase
 from shared.messages import Sampling
@@ -28,7 +28,7 @@ class Sequence:
     id: str
     tokens: list[int]
     prompt_len: int
-    root: bytes
+    lineage: Lineage
     max_tokens: int
     """Most completion tokens, those of an earlier attempt included."""
     sampling: Sampling
@@ -81,16 +81,13 @@ class Sequence:
 
     def meta(self, index: int, block_size: int) -> BlockMeta:
         """What the shared cache is told of this sequence's full block `index`."""
-        parent = self.names[index - 1] if index else self.root
+        parent = self.lineage.parent(index, self.names)
         tokens = tuple(self.tokens[index * block_size : (index + 1) * block_size])
-        return BlockMeta(self.names[index], parent, tokens)
+        return BlockMeta(self.names[index], parent, tokens, scope=self.lineage.scope(index))
 
     def name_blocks(self, count: int, block_size: int) -> None:
         """Make sure that the first `count` full blocks have names."""
-        while len(self.names) < count:
-            start = len(self.names) * block_size
-            parent = self.names[-1] if self.names else self.root
-            self.names.append(naming.child(parent, self.tokens[start : start + block_size]))
+        self.lineage.extend(self.names, count, self.tokens, block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import anyio
 
 from services.decode.config import DecodeSettings
+from services.decode.desk import Desk
 from services.decode.drafting import Drafting
-from services.decode.events import Outcome as Written
+from services.decode.handover import Handovers
 from services.decode.intake import Intake
 from services.decode.loading import Loader
-from services.decode.refusal import Refusals, failed
+from services.decode.publics import PublicPrefixes
+from services.decode.refusal import Refusals
 from services.decode.request import Request
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome, Sequence
@@ -20,21 +22,20 @@ from services.decode.speculation import DraftBook
 from services.decode.steps import Steps
 from services.decode.unrouted import Unrouted
 from shared.bus.base import Bus, ConsumerSpec, Job, StreamSpec
-from shared.bus.settle import settle
-from shared.cache import naming
 from shared.cache.blocks import BlockAllocator
+from shared.cache.claim_log import ClaimLog
+from shared.cache.claims import Claims
 from shared.cache.host_store import HostStore
 from shared.cache.prefix import PrefixCache
+from shared.cache.summary import summarise
 from shared.engine.base import StepEngine
-from shared.errors import ContextLengthExceeded, DeadlineExceeded, TrineError
+from shared.errors import TrineError
 from shared.job_actor import JobActor
-from shared.lifecycle import Phase
-from shared.messages import Finished, Identity, Load
-from shared.streams import event_stream, prefill_stream, request_consumers, request_stream
+from shared.messages import Held, Identity, Load
+from shared.streams import claim_stream, event_stream, prefill_stream, request_consumers, request_stream
 from shared.subjects import PRIORITIES
 from shared.tokenizer import Tokenizer
 
-TENANT = "default"
 TICK_S = 0.25
 
 
@@ -49,14 +50,13 @@ class DecodeWorker(JobActor):
         worker: str,
         engine: StepEngine,
         tokenizer: Tokenizer,
+        publics: PublicPrefixes | None = None,
     ) -> None:
         super().__init__(settings, bus, worker)
+        self._settings = settings
         self._engine = engine
         self._info = engine.info
-        self._requests: dict[str, Request] = {}
         self._work = anyio.Event()
-        self._left = anyio.Event()
-        root = naming.root(engine.identity, TENANT)
         self.allocator = BlockAllocator(self._info.kv_blocks, self._info.block_size)
         self.scheduler = DecodeScheduler(
             self.allocator,
@@ -67,16 +67,25 @@ class DecodeWorker(JobActor):
         )
         host = HostStore.of(settings, engine.identity)
         self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self.allocator, worker, host)
+        self._claim_log = ClaimLog(
+            bus,
+            self.subjects,
+            worker,
+            counters=self.counters,
+            grace_s=2 * settings.beat_s,
+            ensure=self.try_ensure_streams,
+        )
         self._loader = Loader(
             settings,
-            TENANT,
             bus=bus,
             subjects=self.subjects,
             scheduler=self.scheduler,
             engine=engine,
             cache=self._cache,
+            claims=Claims(self._claim_log, self._cache, self.peers, self.counters),
             peers=self.peers,
             counters=self.counters,
+            spawn=self.spawn,
         )
         self._drafting = Drafting(
             DraftBook(settings.draft_depth, self._info.vocab_size),
@@ -88,22 +97,33 @@ class DecodeWorker(JobActor):
             self.counters,
         )
         self._refusals = Refusals(bus, self.subjects, worker, self.counters, self.try_ensure_streams)
+        self._desk = Desk(worker, self.scheduler, self._refusals, self.counters, self.spawn, self._request_left)
         self._intake = Intake(
             settings,
             bus=bus,
             subjects=self.subjects,
             tokenizer=tokenizer,
             info=self._info,
-            root=root,
+            publics=publics or PublicPrefixes(engine.identity),
             counters=self.counters,
             has_room=lambda: self.scheduler.has_room,
             serve=self._serve,
-            adopt=self._adopt,
+            offer=self._offer,
+            adopt=self._desk.adopt,
             refusals=self._refusals,
             cancels=self.cancels,
             ensure_streams=self.try_ensure_streams,
         )
         self._stepper = Steps(engine, self.scheduler, self.in_engine, self._fail_sequence, self.counters)
+        self._handovers = Handovers(
+            worker,
+            bus=bus,
+            subjects=self.subjects,
+            peers=self.peers,
+            block_size=self._info.block_size,
+            counters=self.counters,
+            take=self._take,
+        )
         self._unrouted = Unrouted(bus, self.subjects)
 
     # Actor
@@ -113,6 +133,7 @@ class DecodeWorker(JobActor):
             request_stream(self.subjects, self.settings),
             prefill_stream(self.subjects),
             event_stream(self.subjects),
+            claim_stream(self.subjects),
             self._cache.stream,
         ]
 
@@ -133,16 +154,21 @@ class DecodeWorker(JobActor):
             running=self.scheduler.running, waiting=self.scheduler.waiting, free_blocks=self.allocator.available
         )
 
+    def held_blocks(self) -> Held:
+        return summarise(self.allocator.names())
+
     async def setup(self) -> None:
         await self._cache.start()
         await super().setup()
         await self._unrouted.start()
+        await self._handovers.start()
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {
             **super().side_tasks(),
             "steps": self._steps,
             "publish": self._cache.publish,
+            "claims": self._claim_log.run,
             "deadlines": self._watch_deadlines,
             **{f"intake-{p}": self._intake.loop(p, self.until_bus) for p in PRIORITIES},
         }
@@ -151,60 +177,36 @@ class DecodeWorker(JobActor):
         """Take nothing new, finish what runs; what does not end in time goes back and is continued elsewhere."""
         self._intake.closed = True
         with anyio.move_on_after(self.settings.drain_s):
-            while self._requests:
-                await self._left.wait()
-        for request in list(self._requests.values()):
-            self._forget(request)
-            await settle(request.job.nak())
+            await self._desk.empty()
+        await self._desk.hand_back()
+        await self._claim_log.close()
         await self._cache.close()
 
     # Requests
 
-    def _adopt(self, job: Job) -> bool:
-        """A redelivery of what runs here: the earlier hold came too late, nothing is wrong."""
-        for request in self._requests.values():
-            if (request.job.seq, request.job.stamp) == (job.seq, job.stamp):
-                request.job = job
-                return True
-        return False
+    async def _offer(self, job: Job, sequence: Sequence) -> bool:
+        """True if a worker that holds more of the prompt has taken it."""
+        if not self._settings.affinity:
+            return False
+        size = self._info.block_size
+        sequence.name_blocks((len(sequence.tokens) - 1) // size, size)
+        mine = self.allocator.peek(sequence.names)
+        return await self._handovers.offer(job, sequence.names, mine, self.scheduler.running)
+
+    def _take(self, job: Job, priority: str) -> bool:
+        wanted = self._intake.wants()
+        if wanted:
+            self.spawn(self._intake.take, job, priority)
+        return wanted
 
     def _serve(self, request: Request) -> None:
-        if request.id in self._requests:  # the same id twice at once: the first one has it
-            self.spawn(self._refusals.duplicate, request.job, request.id)
-            return
-        self._requests[request.id] = request
-        self.spawn(self._write_events, request)
-        if request.completion.finished is not None:
-            self._finish(request, request.completion.finished)
-            return
-        try:
-            self.scheduler.submit(request.sequence)
-        except ContextLengthExceeded as error:
-            self._fail(request, error)
-            return
+        self._desk.open(request)
         self._admit()
 
-    async def _write_events(self, request: Request) -> None:
-        """The request's events, then its ack: it is done when its end is stored, not before."""
-        try:
-            outcome = await request.events.run()
-        except Exception:
-            self.log.exception("events cannot be written", request=request.id)
-            outcome = Written.GIVEN_UP
-        self.counters[f"events_{outcome.name.lower()}"] += 1
-        if outcome is Written.ENDED:
-            await settle(request.job.ack())
-        elif outcome is Written.DUPLICATE:
-            await self._refusals.duplicate(request.job, request.id)
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        self.scheduler.end(request.sequence)
-        if self._requests.get(request.id) is request:
-            del self._requests[request.id]
-            self._drafting.book.end(request.id)
-            self._left.set()
-            self._left = anyio.Event()
+    def _request_left(self, key: str) -> None:
+        if key not in self._desk.requests:
+            self._drafting.book.end(key)
+            self.hurry_beat()
         self._wake()
 
     def _wake(self) -> None:
@@ -215,7 +217,7 @@ class DecodeWorker(JobActor):
     def _admit(self) -> None:
         admitted = self.scheduler.admit()
         for sequence in admitted:
-            self.spawn(self._load, self._requests[sequence.id], sequence.epoch)
+            self.spawn(self._load, self._desk.requests[sequence.id], sequence.epoch)
         if admitted:
             self._intake.room_changed()
 
@@ -227,50 +229,24 @@ class DecodeWorker(JobActor):
             await self._loader.load(request.sequence, left, request.prefilled_by.update)
             request.events.cached_tokens = request.sequence.cached_tokens or 0
         except Exception:
-            self.log.exception("loading failed", request=request.id)
-            self._fail(request, TrineError("internal error while loading the prompt's KV"))
+            self.log.exception("loading failed", request=request.key)
+            self._desk.fail(request, TrineError("internal error while loading the prompt's KV"))
         self._work.set()
 
-    def _finish(self, request: Request, reason: str) -> None:
-        request.events.end(
-            Finished(
-                id=request.id,
-                attempt=request.job.delivered,
-                reason=reason,  # type: ignore[arg-type]
-                seed=request.sequence.seed,
-                usage=request.usage(),
-                timings=request.timings(),
-                served_by=request.served_by(self.worker),
-            ),
-            tail=request.completion.flush(),  # of a cancelled one; empty for the others
-        )
-        self.scheduler.end(request.sequence)
-
-    def _fail(self, request: Request, error: TrineError) -> None:
-        self.counters[f"failed_{error.code}"] += 1
-        self.log.warning("request failed", request=request.id, code=error.code, error=error.message)
-        request.events.end(failed(request.id, request.job.delivered, error))
-        self.scheduler.end(request.sequence)
-
     def _fail_sequence(self, sequence: Sequence, error: TrineError) -> None:
-        self._fail(self._requests[sequence.id], error)
+        self._desk.fail(self._desk.requests[sequence.id], error)
 
     def held(self) -> Iterable[Job]:
-        return (request.job for request in self._requests.values())
+        return self._desk.held()
 
-    async def cancel(self, request_id: str) -> None:
-        if (request := self._requests.get(request_id)) is not None:
-            self.counters["cancelled"] += 1
-            self._finish(request, "cancelled")
-            self._wake()
+    async def cancel(self, key: str) -> None:
+        self._desk.cancel(key)
+        self._wake()
 
     async def _watch_deadlines(self) -> None:
         while True:
             await anyio.sleep(TICK_S)
-            now = time.monotonic()
-            for request in list(self._requests.values()):
-                if now > request.deadline and request.sequence.phase is not Phase.ENDED:
-                    self._fail(request, DeadlineExceeded("the request's deadline has passed"))
+            self._desk.expire(time.monotonic())
             self._wake()
 
     # Steps
@@ -285,17 +261,19 @@ class DecodeWorker(JobActor):
                 continue
             for outcome in await self._stepper.run(works):
                 self._deliver(outcome)
-            await self._drafting.ask(self._requests)
+            await self._drafting.ask(self._desk.requests)
 
     def _deliver(self, outcome: Outcome) -> None:
         sequence = outcome.sequence
-        request = self._requests[sequence.id]
+        request = self._desk.requests[sequence.id]
         for index in outcome.filled:
             self._cache.offer(sequence.meta(index, self._info.block_size))
+            self.counters["computed_blocks"] += int(index < sequence.prompt_len // self._info.block_size)
         if not outcome.tokens:
             return
         if not request.first_token:
             request.first_token = time.monotonic()
+            self.hurry_beat()  # the prompt's blocks are here now
         request.drafted += outcome.drafted
         for position, token in enumerate(outcome.tokens):
             delta = request.completion.push(token)
@@ -303,6 +281,6 @@ class DecodeWorker(JobActor):
             request.accepted += int(position < outcome.accepted)
             request.events.push(token, delta.text)
             if delta.finished is not None:
-                self._finish(request, delta.finished)
+                self._desk.finish(request, delta.finished)
                 self._wake()
                 return

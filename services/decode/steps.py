@@ -12,7 +12,7 @@ from services.decode.sequence import Outcome, Sequence, Work
 from shared.engine.base import BadSpans, StepEngine
 from shared.errors import RequestError, TrineError
 from shared.lifecycle import Phase
-from shared.telemetry import Counters
+from shared.telemetry import Counters, Spent
 
 ALONE_IN_A_ROW = 3
 """Failures of steps of one sequence, nothing succeeding in between, after which it is not the sequences' fault."""
@@ -36,6 +36,7 @@ class Steps:
         self._in_engine = in_engine
         self._fail = fail
         self._counters = counters
+        self._spent = Spent()
         self._failed_alone = 0
 
     async def run(self, works: list[Work]) -> list[Outcome]:
@@ -45,7 +46,7 @@ class Steps:
         others serve the requests that are held here.
         """
         try:
-            sampled = await self._in_engine(self._engine.step, [w.span for w in works])
+            sampled = await self._step(works)
         except Exception as error:
             self._counters["failed_steps"] += 1
             log.exception("step failed", exc_info=error, requests=[w.sequence.id for w in works])
@@ -53,13 +54,22 @@ class Steps:
         self._failed_alone = 0
         return self._scheduler.complete(works, sampled)
 
+    async def _step(self, works: list[Work]) -> list[list[int]]:
+        try:
+            sampled: list[list[int]] = await self._in_engine(
+                self._spent.run, self._engine.step, [w.span for w in works]
+            )
+            return sampled
+        finally:
+            self._counters["step_ms"] = self._spent.ms
+
     async def _isolate(self, works: list[Work], first: Exception) -> list[Outcome]:
         good: list[Work] = []
         errors = [first]
         sampled: list[list[int]] = []
         for work in works if len(works) > 1 else []:
             try:
-                sampled += await self._in_engine(self._engine.step, [work.span])
+                sampled += await self._step([work])
                 good.append(work)
             except Exception as error:
                 errors.append(error)

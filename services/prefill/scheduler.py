@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from shared.cache import naming
 from shared.cache.blocks import BlockAllocator, OutOfBlocks
 from shared.cache.frames import BlockMeta
+from shared.cache.naming import Lineage
 from shared.engine.span import Span
 from shared.errors import TrineError
 
@@ -28,7 +28,7 @@ class PrefillTask:
 
     id: str
     tokens: tuple[int, ...]
-    root: bytes
+    lineage: Lineage
     block_size: int
     names: list[bytes] = field(init=False)
     table: list[int] = field(default_factory=list)
@@ -39,7 +39,8 @@ class PrefillTask:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.names = naming.chain(self.root, self.tokens, self.block_size)
+        self.names = []
+        self.lineage.extend(self.names, len(self.tokens) // self.block_size, self.tokens, self.block_size)
         if not self.names or len(self.tokens) % self.block_size:
             raise TrineError("a prefill job is a whole number of blocks")
 
@@ -53,10 +54,9 @@ class PrefillTask:
         return self.computed // self.block_size
 
     def meta(self, index: int) -> BlockMeta:
-        parent = self.names[index - 1] if index else self.root
-        return BlockMeta(
-            self.names[index], parent, self.tokens[index * self.block_size : (index + 1) * self.block_size]
-        )
+        tokens = self.tokens[index * self.block_size : (index + 1) * self.block_size]
+        parent = self.lineage.parent(index, self.names)
+        return BlockMeta(self.names[index], parent, tokens, scope=self.lineage.scope(index))
 
 
 @dataclass(frozen=True, slots=True)

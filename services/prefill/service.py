@@ -12,30 +12,37 @@ from services.prefill.config import PrefillSettings
 from services.prefill.scheduler import PrefillScheduler, PrefillTask, PrefillWork
 from shared.bus.base import Bus, ConsumerSpec, Job, StreamSpec
 from shared.bus.settle import settle
-from shared.cache import naming
 from shared.cache.blocks import BlockAllocator
+from shared.cache.claim_log import ClaimLog
+from shared.cache.claims import Claims, Flight, Need
 from shared.cache.host_store import HostStore
+from shared.cache.naming import Lineage
 from shared.cache.prefix import PrefixCache
 from shared.codec import decode
 from shared.engine.base import StepEngine
 from shared.errors import InvalidField, RequestError
 from shared.job_actor import JobActor
 from shared.messages import Identity, Load, PrefillJob
-from shared.streams import prefill_consumer, prefill_stream
+from shared.streams import claim_stream, prefill_consumer, prefill_stream
+from shared.telemetry import Spent
 
 PULL_S = 5.0
 MAX_DELIVERIES = 3
 RETRY_S = 0.2
+CLAIM_PATIENCE_S = 3.0
+"""Without a new block from another worker for so long, it is computed here: before who asked for it gives up."""
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
     job: Job
-    request_id: str
+    request: str
+    """`tenants.request_key` of who asked."""
     task: PrefillTask
     started: float = field(default_factory=time.monotonic)
     cached: int = 0
     """Blocks that did not have to be computed."""
+    flight: Flight | None = None
 
 
 class PrefillWorker(JobActor):
@@ -55,13 +62,23 @@ class PrefillWorker(JobActor):
         )
         host = HostStore.of(settings, engine.identity)
         self._cache = PrefixCache(bulk, self.subjects, settings.cache_bytes, engine, self._allocator, worker, host)
+        self._claim_log = ClaimLog(
+            bus,
+            self.subjects,
+            worker,
+            counters=self.counters,
+            grace_s=2 * settings.beat_s,
+            ensure=self.try_ensure_streams,
+        )
+        self._claims = Claims(self._claim_log, self._cache, self.peers, self.counters)
         self._running: dict[int, _Running] = {}
+        self._spent = Spent()
         self._changed = anyio.Event()
 
     # Actor
 
     def streams(self) -> list[StreamSpec]:
-        return [prefill_stream(self.subjects), self._cache.stream]
+        return [prefill_stream(self.subjects), claim_stream(self.subjects), self._cache.stream]
 
     def consumers(self) -> list[ConsumerSpec]:
         return [prefill_consumer(self.subjects, self.settings)]
@@ -73,7 +90,7 @@ class PrefillWorker(JobActor):
         return self._info.vocabulary
 
     def more_counters(self) -> Mapping[str, int]:
-        return self._cache.counters
+        return {**self._cache.counters, "step_ms": self._spent.ms}
 
     def load(self) -> Load:
         return Load(running=len(self._running), free_blocks=self._allocator.available)
@@ -88,6 +105,7 @@ class PrefillWorker(JobActor):
             "intake": self._intake,
             "steps": self._steps,
             "publish": self._cache.publish,
+            "claims": self._claim_log.run,
         }
 
     async def drain(self) -> None:
@@ -98,6 +116,7 @@ class PrefillWorker(JobActor):
         for running in list(self._running.values()):
             self._forget(running)
             await settle(running.job.nak())
+        await self._claim_log.close()
         await self._cache.close()
 
     # Jobs
@@ -131,7 +150,7 @@ class PrefillWorker(JobActor):
             self.log.warning("job refused", error=error.message, field=error.field)
             await settle(job.term())
             return
-        if self.cancels.covers(running.request_id, time.monotonic() - job.age):
+        if self.cancels.covers(running.request, time.monotonic() - job.age):
             self.counters["cancelled"] += 1
             await settle(job.term())
             return
@@ -150,9 +169,11 @@ class PrefillWorker(JobActor):
             raise InvalidField("more blocks than this worker has", field="token_ids")
         if job.age * 1000 > message.budget_ms or job.delivered > MAX_DELIVERIES:
             raise InvalidField(f"too late: delivery {job.delivered} after {job.age:.1f} s", field="budget_ms")
-        root = naming.root(self._engine.identity, message.tenant)
-        task = PrefillTask(str(job.seq), tuple(message.token_ids), root, self._info.block_size)
-        return _Running(job, message.request_id, task)
+        if message.public_blocks > len(message.token_ids) // self._info.block_size:
+            raise InvalidField("more public blocks than blocks", field="public_blocks")
+        lineage = Lineage.of(self._engine.identity, message.tenant, message.salt, message.public_blocks)
+        task = PrefillTask(str(job.seq), tuple(message.token_ids), lineage, self._info.block_size)
+        return _Running(job, message.request, task)
 
     async def _prepare(self, running: _Running) -> None:
         """Blocks for the job, filled from pool and shared cache as far as they have it; then it joins the steps."""
@@ -163,13 +184,25 @@ class PrefillWorker(JobActor):
         if task.ended:
             return
         await self._fetch(task)
+        if task.remaining and not task.ended:
+            running.flight = await self._lead(task)
         running.cached = task.have
         if task.ended:
+            self._land(running)
             return
         for index in range(task.have):  # perhaps evicted from the shared cache, or in one of its tiers only
             self._cache.offer(task.meta(index))
         self._scheduler.start(task)
         self._notify()
+
+    async def _lead(self, task: PrefillTask) -> Flight | None:
+        """Of what is missing, nobody else computes what is still missing afterwards."""
+
+        async def fetch(upto: int) -> None:
+            await self._fetch(task)
+
+        need = Need(task.names, have=lambda: task.have, wanted=lambda: not task.ended, fetch=fetch)
+        return await self._claims.lead(need, CLAIM_PATIENCE_S)
 
     async def _fetch(self, task: PrefillTask) -> None:
         first = task.have
@@ -195,14 +228,19 @@ class PrefillWorker(JobActor):
         self.counters["jobs_done"] += 1
         self.log.info(
             "job done",
-            request=running.request_id,
+            request=running.request,
             tokens=len(running.task.tokens),
             cached_blocks=running.cached,
             ms=round((time.monotonic() - running.started) * 1e3),
         )
 
+    def _land(self, running: _Running) -> None:
+        if running.flight is not None:
+            self._claims.end(running.flight)
+
     def _forget(self, running: _Running) -> None:
         self._scheduler.end(running.task)
+        self._land(running)
         if self._running.get(running.job.seq) is running:
             del self._running[running.job.seq]
         self._notify()
@@ -210,9 +248,9 @@ class PrefillWorker(JobActor):
     def held(self) -> Iterable[Job]:
         return (running.job for running in self._running.values())
 
-    async def cancel(self, request_id: str) -> None:
+    async def cancel(self, key: str) -> None:
         for running in list(self._running.values()):
-            if running.request_id == request_id:
+            if running.request == key:
                 self.counters["cancelled"] += 1
                 self._forget(running)
                 await settle(running.job.term())
@@ -236,7 +274,7 @@ class PrefillWorker(JobActor):
 
     async def _step(self, works: list[PrefillWork]) -> None:
         try:
-            await self.in_engine(self._engine.step, [w.span for w in works])
+            await self.in_engine(self._spent.run, self._engine.step, [w.span for w in works])
         except Exception:
             self.counters["failed_steps"] += 1
             self.log.exception("step failed; its jobs are given back")
@@ -246,6 +284,7 @@ class PrefillWorker(JobActor):
                 await settle(running.job.nak())
             return
         for task, filled in self._scheduler.complete(works):
+            self.counters["computed_blocks"] += len(filled)
             for index in filled:
                 self._cache.offer(task.meta(index))
 

@@ -1,7 +1,8 @@
 """What Trine needs from a message bus. `memory` and `nats` implement it and pass one contract suite.
 
 Errors: `BusDisconnected` (retry later), `StreamMissing` (re-create, retry), `SequenceConflict`, `StreamFull`,
-`ConfigError` (an existing stream or consumer differs). Every wait takes a timeout in seconds.
+`PermissionDenied` (whatever waits for an answer or subscribes), `ConfigError` (an existing stream or consumer differs).
+Every wait takes a timeout in seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shared.bus.block_link import BlockLink
+from shared.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,10 @@ class Stored:
 
 
 class Job(Protocol):
-    """A message pulled from a work queue. It comes again after `ack_wait` unless ended or held."""
+    """A message pulled from a work queue. It comes again after `ack_wait` unless ended or held.
+
+    `handle` names this delivery to another worker, whose `Bus.adopt` makes the same job of it.
+    """
 
     subject: str
     data: bytes
@@ -44,6 +49,7 @@ class Job(Protocol):
     delivered: int  # 1 for the first delivery
     stamp: int  # when it was stored, in nanoseconds: with `seq` it tells one message from all others, for good
     age: float  # seconds since it was stored, by the server's and this host's clocks; never negative
+    handle: str
 
     async def ack(self) -> None: ...
     async def nak(self, delay: float = 0.0) -> None: ...
@@ -70,14 +76,20 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """A durable pull consumer on a work-queue stream."""
+    """A durable pull consumer on a work-queue stream. It takes what matches one of `filter_subjects`, which must be
+    disjoint, also from those of the stream's other consumers.
+    """
 
     stream: str
     name: str
-    filter_subject: str
+    filter_subjects: tuple[str, ...]
     ack_wait: float = 5.0
     max_deliver: int = -1
     max_ack_pending: int = 4096
+
+    def __post_init__(self) -> None:
+        if not self.filter_subjects:
+            raise ConfigError(f"consumer {self.name} of {self.stream}: no filter_subjects")
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,13 @@ class Bus(Protocol):
     def connected(self) -> bool: ...
 
     @property
+    def authenticated(self) -> bool:
+        """Whether the server lets in nobody without credentials, so that its permissions bind everybody. When in
+        doubt False.
+        """
+        ...
+
+    @property
     def max_payload(self) -> int:
         """Largest payload, headers included, that a publish may have, slack already subtracted."""
         ...
@@ -126,13 +145,19 @@ class Bus(Protocol):
     async def publish(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, reply: str = ""
     ) -> None:
-        """Fire and forget. Raises TooLarge, BusDisconnected (nothing is buffered while disconnected)."""
+        """Fire and forget. Raises TooLarge, BusDisconnected (nothing is buffered while disconnected).
+
+        A message that the server does not allow is lost; it is counted and logged.
+        """
         ...
 
     async def request(self, subject: str, data: bytes, timeout: float) -> Incoming: ...
 
     async def subscribe(self, subject: str, handler: Handler, queue: str = "") -> Subscription:
-        """Callback subscription; survives reconnects. Its messages are handled in order, one at a time."""
+        """Callback subscription; survives reconnects. Its messages are handled in order, one at a time.
+
+        Raises PermissionDenied.
+        """
         ...
 
     # Streams
@@ -143,6 +168,20 @@ class Bus(Protocol):
     async def ensure_consumer(self, spec: ConsumerSpec) -> None: ...
 
     async def stream_state(self, stream: str) -> StreamState: ...
+
+    async def subject_counts(self, stream: str, subject: str) -> dict[str, int]:
+        """How many messages the stream has on each subject that matches `subject`, which may have wildcards.
+
+        Subjects that come and go meanwhile may be missing. Raises StreamMissing.
+        """
+        ...
+
+    async def purge(self, stream: str, subject: str) -> int:
+        """Remove all messages whose subject matches `subject`, which may have wildcards; returns how many.
+
+        Raises StreamMissing.
+        """
+        ...
 
     async def stream_of(self, subject: str) -> str | None:
         """Name of the stream that captures `subject`, None if there is none."""
@@ -168,6 +207,14 @@ class Bus(Protocol):
 
     async def pull(self, stream: str, consumer: str, batch: int, timeout: float) -> list[Job]:
         """Up to `batch` jobs; waits up to `timeout` for the first one (0: only what is there). Empty if none came."""
+        ...
+
+    def adopt(self, stream: str, handle: str, subject: str, data: bytes, headers: Mapping[str, str]) -> Job:
+        """The job that another worker pulled and handed over with its `handle`: both are one delivery of one message.
+
+        The handle is untrusted: InvalidField unless it is one of `stream`. Nothing is asked of the server, so whether
+        the message is still there is not known.
+        """
         ...
 
     async def get_many(self, stream: str, subjects: Sequence[str], timeout: float = 5.0) -> dict[str, Stored]:

@@ -57,7 +57,8 @@ class BlockLink(Protocol):
         """Store them; returns each one's sequence, or why it is not known to be stored. Raises nothing of that kind.
 
         SequenceConflict: something else, or this very item from a try whose ack was lost, is there. StreamMissing: no
-        stream captures the subject. TooLarge. StreamFull: the stream still refused at the deadline. BusDisconnected.
+        stream captures the subject. TooLarge. StreamFull: the stream still refused at the deadline. PermissionDenied:
+        one of the items is not allowed, and with it ends the whole call. BusDisconnected.
         """
         ...
 
@@ -66,7 +67,8 @@ class BlockLink(Protocol):
         returns, the others do not exist.
 
         `receive` may raise FrameError: that message is dropped, the rest goes on. Its other errors end the call, and
-        so does trouble: StreamMissing, BusDisconnected, BusError. What was handed over before stays good.
+        so does trouble: StreamMissing, PermissionDenied, BusDisconnected, BusError. What was handed over before stays
+        good.
         """
         ...
 

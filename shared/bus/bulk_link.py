@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import secrets
 import ssl
 import threading
 import time
@@ -20,7 +19,8 @@ from dataclasses import dataclass
 from shared.bus import bulk_wire
 from shared.bus.bulk_socket import BulkSocket
 from shared.bus.bulk_wire import Delivery, Info, Server
-from shared.errors import BusDisconnected, BusError, ConfigError, FrameError
+from shared.bus.wire import new_inbox
+from shared.errors import BusDisconnected, BusError, ConfigError, FrameError, PermissionDenied
 
 MAX_HEADERS = 16 << 10
 """Bytes of one message's headers."""
@@ -75,7 +75,8 @@ class BulkLink:
 
     All but `close` is for one thread at a time, inside `operation`. Errors: BusDisconnected (lost, not there, out of
     time: whether what was sent arrived is unknown), BusError (what the server says is not NATS's protocol, or it
-    refuses), ConfigError (it refuses our credentials). Each of them has ended the connection.
+    refuses), PermissionDenied (it does not let us publish or subscribe there), ConfigError (it refuses our
+    credentials). Each of them has ended the connection.
     """
 
     def __init__(self, servers: Sequence[Server], name: str, tls: ssl.SSLContext | None = None) -> None:
@@ -91,7 +92,7 @@ class BulkLink:
         self._not_before = 0.0
         self._busy = threading.Lock()
         self._closed = False
-        self.inbox = f"_INBOX.{secrets.token_hex(11)}"
+        self.inbox = new_inbox(servers[0].login if servers else None)
         """Answers to `<inbox>.<token>` come here."""
 
     @property
@@ -186,6 +187,8 @@ class BulkLink:
         if b"authorization violation" in line.lower():
             return ConfigError(f"NATS at {server.label} refuses our credentials")
         error = f"NATS at {server.label}: {server.quoted(line.removeprefix(b'-ERR').strip())}"
+        if b"permissions violation" in line.lower():
+            return PermissionDenied(error)
         passing = any(word in line.lower() for word in (b"stale connection", b"timeout", b"shutdown"))
         return BusDisconnected(error) if passing else BusError(error)
 

@@ -35,6 +35,11 @@ class Server:
     password: str | None = field(default=None, repr=False)
 
     @property
+    def login(self) -> str | None:
+        """The user, where there is one; a token is a secret and names nobody."""
+        return self.user if self.password is not None else None
+
+    @property
     def label(self) -> str:
         """`host:port`, for errors."""
         return f"{self.host}:{self.port}"

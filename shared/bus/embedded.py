@@ -57,7 +57,8 @@ class EmbeddedNats:
     """One nats-server process. `start` or `start_async`, then `url`; `stop`; `kill` and `start` again to restart it.
 
     `port` 0 takes a free one and keeps it over restarts, and so is `store_dir`: None makes a temporary folder that
-    `stop` removes. Sizes are in bytes. Listens on `host` only.
+    `stop` removes. Sizes are in bytes. Listens on `host` only. `config` is what else nats.conf shall say, such as users
+    and their permissions; `url` never has credentials.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class EmbeddedNats:
         max_file_store: int = 4096 * MiB,
         max_payload: int = 8 * MiB,
         max_pending: int = 256 * MiB,
+        config: str = "",
     ) -> None:
         self.host = host
         self.port = port
@@ -77,6 +79,7 @@ class EmbeddedNats:
         self.max_file_store = max_file_store
         self.max_payload = max_payload
         self.max_pending = max_pending
+        self.config = config
         self._store_dir = store_dir
         self._temporary: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -165,6 +168,7 @@ class EmbeddedNats:
             f"  max_memory_store: {self.max_memory_store}",
             f"  max_file_store: {self.max_file_store}",
             "}",
+            self.config,
         )
         return "\n".join(lines) + "\n"
 

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 
 import structlog
@@ -30,79 +29,17 @@ from shared.bus.base import (
 from shared.bus.block_link import BlockLink
 from shared.bus.bus_link import BusLink
 from shared.bus.memory_broker import MemoryBroker, MemorySubscription
-from shared.bus.memory_stream import MemoryConsumer, MemoryStream, Record
-from shared.bus.wire import check_message_id, header_bytes, matches, overlaps
-from shared.errors import BusDisconnected, BusError, ConfigError, StreamMissing, TooLarge
+from shared.bus.memory_follow import MemoryFollower
+from shared.bus.memory_job import MemoryJob, handle_of
+from shared.bus.memory_stream import Record
+from shared.bus.wire import check_filter, check_message_id, header_bytes
+from shared.errors import BusDisconnected, BusError, StreamMissing, TooLarge
 
 __all__ = ["MemoryBroker", "MemoryBus"]
 
 log = structlog.get_logger(__name__)
 
 DEFAULT_MAX_PAYLOAD = (8 << 20) - 4096
-
-
-@dataclass(eq=False)
-class _Follower:
-    bus: MemoryBus
-    stream: str
-    subject: str
-    handler: IndexHandler
-    task: asyncio.Task[None] | None = None
-    _generation: int = 0
-    _seq: int = 0
-
-    async def run(self) -> None:
-        while True:
-            stream = self.bus.broker.streams.get(self.stream)
-            if stream is not None and self.bus.connected:
-                self._feed(stream)
-            await self.bus.broker.change(1.0)
-
-    def _feed(self, stream: MemoryStream) -> None:
-        if stream.generation != self._generation:
-            self._generation, self._seq = stream.generation, 0
-        for record in stream.after(self._seq):
-            self._seq = record.seq
-            if not matches(self.subject, record.subject):
-                continue
-            try:
-                self.handler(Stored(record.subject, record.seq, b"", record.headers, len(record.data)))
-            except Exception as error:
-                self.bus.handler_failed(self.subject, error)
-
-    async def unsubscribe(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-
-
-class _Job:
-    def __init__(self, bus: MemoryBus, consumer: MemoryConsumer, record: Record, delivered: int) -> None:
-        self.subject = record.subject
-        self.data = record.data
-        self.headers = record.headers
-        self.seq = record.seq
-        self.delivered = delivered
-        self.stamp = round(record.stored * 1e9)
-        self.age = max(0.0, time.monotonic() - record.stored)
-        self._bus = bus
-        self._consumer = consumer
-
-    async def ack(self) -> None:
-        self._tell(lambda: self._consumer.done(self.seq))
-
-    async def nak(self, delay: float = 0.0) -> None:
-        self._tell(lambda: self._consumer.again(self.seq, time.monotonic() + delay))
-
-    async def term(self) -> None:
-        self._tell(lambda: self._consumer.done(self.seq))
-
-    async def hold(self) -> None:
-        self._tell(lambda: self._consumer.again(self.seq, time.monotonic() + self._consumer.spec.ack_wait))
-
-    def _tell(self, change: Callable[[], None]) -> None:
-        self._bus.require_connected()
-        change()
-        self._bus.broker.notify()
 
 
 class MemoryBus:
@@ -124,6 +61,10 @@ class MemoryBus:
     @property
     def connected(self) -> bool:
         return self._connected
+
+    @property
+    def authenticated(self) -> bool:
+        return self.broker.authenticated
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._callbacks.append(callback)
@@ -210,29 +151,27 @@ class MemoryBus:
 
     async def ensure_stream(self, spec: StreamSpec) -> None:
         self.require_connected()
-        if stream := self.broker.streams.get(spec.name):
-            _compare(f"stream {spec.name}", stream.spec, spec)
-            return
-        for other in self.broker.streams.values():
-            if any(overlaps(a, b) for a in other.spec.subjects for b in spec.subjects):
-                raise ConfigError(f"stream {spec.name}: subjects overlap with those of stream {other.spec.name}")
-        self.broker.streams[spec.name] = MemoryStream(spec)
-        self.broker.notify()
+        self.broker.ensure_stream(spec)
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
         self.require_connected()
-        stream = self.broker.stream(spec.stream)
-        if consumer := stream.consumers.get(spec.name):
-            _compare(f"consumer {spec.name} of {spec.stream}", consumer.spec, spec)
-            return
-        for other in stream.consumers.values():
-            if stream.spec.retention == "workqueue" and overlaps(other.spec.filter_subject, spec.filter_subject):
-                raise ConfigError(f"consumer {spec.name} of {spec.stream}: filter overlaps with {other.spec.name}")
-        stream.consumers[spec.name] = MemoryConsumer(spec, stream)
+        self.broker.ensure_consumer(spec)
 
     async def stream_state(self, stream: str) -> StreamState:
         self.require_connected()
         return self.broker.stream(stream).state()
+
+    async def subject_counts(self, stream: str, subject: str) -> dict[str, int]:
+        self.require_connected()
+        check_filter(subject)
+        return self.broker.stream(stream).counts(subject)
+
+    async def purge(self, stream: str, subject: str) -> int:
+        self.require_connected()
+        check_filter(subject)
+        gone = self.broker.stream(stream).purge(subject)
+        self.broker.notify()
+        return gone
 
     async def stream_of(self, subject: str) -> str | None:
         self.require_connected()
@@ -271,12 +210,20 @@ class MemoryBus:
                 raise StreamMissing(f"consumer {consumer} of {stream} does not exist")
             now = time.monotonic()
             if taken := source.take(batch, now):
-                return [_Job(self, source, record, delivered) for record, delivered in taken]
+                return [
+                    self.adopt(
+                        stream, handle_of(source, record, delivered), record.subject, record.data, record.headers
+                    )
+                    for record, delivered in taken
+                ]
             if now >= deadline:
                 return []
             due = source.next_due()
             until = deadline if due is None or due <= now else min(deadline, due)
             await self.broker.change(until - now)
+
+    def adopt(self, stream: str, handle: str, subject: str, data: bytes, headers: Mapping[str, str]) -> Job:
+        return MemoryJob(self, stream, handle, subject, data, headers)
 
     async def get_many(self, stream: str, subjects: Sequence[str], timeout: float = 5.0) -> dict[str, Stored]:
         self.require_connected()
@@ -295,7 +242,7 @@ class MemoryBus:
     async def follow(self, stream: str, subject: str, handler: IndexHandler) -> Subscription:
         self.require_connected()
         self.broker.stream(stream)
-        follower = _Follower(self, stream, subject, handler)
+        follower = MemoryFollower(self, stream, subject, handler)
         follower.task = self._spawn(follower.run())
         return follower
 
@@ -330,10 +277,3 @@ class MemoryBus:
 
 def _stored(record: Record) -> Stored:
     return Stored(record.subject, record.seq, record.data, record.headers, len(record.data))
-
-
-def _compare(what: str, found: StreamSpec | ConsumerSpec, expected: StreamSpec | ConsumerSpec) -> None:
-    names = [f.name for f in fields(expected) if getattr(found, f.name) != getattr(expected, f.name)]
-    if names:
-        differences = (f"{n} is {getattr(found, n)}, expected {getattr(expected, n)}" for n in names)
-        raise ConfigError(f"{what} exists with another configuration: {'; '.join(differences)}")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
-from shared.bus.base import Handler, Incoming
+from shared.bus.base import ConsumerSpec, Handler, Incoming, StreamSpec
 from shared.bus.handling import run_handler
-from shared.bus.memory_stream import MemoryStream
-from shared.bus.wire import matches
-from shared.errors import StreamMissing
+from shared.bus.memory_stream import MemoryConsumer, MemoryStream
+from shared.bus.wire import matches, overlaps
+from shared.errors import ConfigError, StreamMissing
 
 MAX_PENDING = 65_536
 """Messages that one subscription may have waiting; more are dropped and counted as `slow_consumer`."""
@@ -23,10 +24,13 @@ MAX_PENDING = 65_536
 class Member(Protocol):
     """A connection, as the broker sees it."""
 
+    broker: MemoryBroker
     subscriptions: list[MemorySubscription]
 
     @property
     def connected(self) -> bool: ...
+    def require_connected(self) -> None: ...
+    def handler_failed(self, subject: str, error: BaseException) -> None: ...
     def disconnect(self) -> None: ...
     def reconnect(self) -> None: ...
 
@@ -68,9 +72,13 @@ class MemorySubscription:
 
 
 class MemoryBroker:
-    """What the connections share: streams, subscriptions and the fault hooks. Lives on one event loop."""
+    """What the connections share: streams, subscriptions and the fault hooks. Lives on one event loop.
 
-    def __init__(self) -> None:
+    `authenticated` is what its connections say of themselves.
+    """
+
+    def __init__(self, *, authenticated: bool = False) -> None:
+        self.authenticated = authenticated
         self.streams: dict[str, MemoryStream] = {}
         self.buses: list[Member] = []
         self._changed = asyncio.Event()
@@ -111,6 +119,32 @@ class MemoryBroker:
         stream.expire(time.monotonic())
         return stream
 
+    def ensure_stream(self, spec: StreamSpec) -> None:
+        """Raises ConfigError."""
+        if stream := self.streams.get(spec.name):
+            _compare(f"stream {spec.name}", stream.spec, spec)
+            return
+        for other in self.streams.values():
+            if _overlap(other.spec.subjects, spec.subjects):
+                raise ConfigError(f"stream {spec.name}: subjects overlap with those of stream {other.spec.name}")
+        self.streams[spec.name] = MemoryStream(spec)
+        self.notify()
+
+    def ensure_consumer(self, spec: ConsumerSpec) -> None:
+        """Raises ConfigError, StreamMissing."""
+        stream = self.stream(spec.stream)
+        what = f"consumer {spec.name} of {spec.stream}"
+        if consumer := stream.consumers.get(spec.name):
+            _compare(what, consumer.spec, spec)
+            return
+        filters = spec.filter_subjects
+        if any(overlaps(a, b) for a, b in itertools.combinations(filters, 2)):
+            raise ConfigError(f"{what}: its filters overlap")
+        for other in stream.consumers.values():
+            if stream.spec.retention == "workqueue" and _overlap(other.spec.filter_subjects, filters):
+                raise ConfigError(f"{what}: filter overlaps with {other.spec.name}")
+        stream.consumers[spec.name] = MemoryConsumer(spec, stream)
+
     def route(self, message: Incoming) -> bool:
         """Give `message` to the subscriptions that match; one of each queue group. False when there is none."""
         groups: dict[str, list[MemorySubscription]] = {}
@@ -127,3 +161,17 @@ class MemoryBroker:
         for members in groups.values():
             random.choice(members).offer(message)
         return found
+
+
+def _overlap(some: Iterable[str], others: Iterable[str]) -> bool:
+    return any(overlaps(a, b) for a, b in itertools.product(some, others))
+
+
+def _compare(what: str, found: StreamSpec | ConsumerSpec, expected: StreamSpec | ConsumerSpec) -> None:
+    def same(a: Any, b: Any) -> bool:
+        return sorted(a) == sorted(b) if isinstance(a, tuple) else bool(a == b)
+
+    names = [f.name for f in fields(expected) if not same(getattr(found, f.name), getattr(expected, f.name))]
+    if names:
+        differences = (f"{n} is {getattr(found, n)}, expected {getattr(expected, n)}" for n in names)
+        raise ConfigError(f"{what} exists with another configuration: {'; '.join(differences)}")

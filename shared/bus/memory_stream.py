@@ -109,6 +109,19 @@ class MemoryStream:
         if not on_subject:
             del self._by_subject[record.subject]
 
+    def counts(self, pattern: str) -> dict[str, int]:
+        """Number of messages on each subject that matches."""
+        return {subject: len(seqs) for subject, seqs in self._by_subject.items() if matches(pattern, subject)}
+
+    def purge(self, pattern: str) -> int:
+        """Remove what is on subjects that match; returns how many messages that were."""
+        gone = [seq for subject in self.counts(pattern) for seq in self._by_subject[subject]]
+        for seq in gone:
+            self.remove(seq)
+            for consumer in self.consumers.values():
+                consumer.forget(seq)
+        return len(gone)
+
     def expire(self, now: float) -> None:
         """Forget what is older than `max_age`, and message ids older than their window."""
         max_age = self.spec.max_age
@@ -182,7 +195,7 @@ class MemoryConsumer:
             if len(taken) == batch or 0 < self.spec.max_ack_pending <= len(self._pending):
                 break
             self._cursor = record.seq
-            if matches(self.spec.filter_subject, record.subject):
+            if any(matches(pattern, record.subject) for pattern in self.spec.filter_subjects):
                 self._pending[record.seq] = _Delivery(record, now + self.spec.ack_wait)
                 taken.append((record, 1))
         return taken
@@ -196,6 +209,10 @@ class MemoryConsumer:
         self._pending.pop(seq, None)
         if self.stream.spec.retention == "workqueue":
             self.stream.remove(seq)
+
+    def forget(self, seq: int) -> None:
+        """The stream has it no more."""
+        self._pending.pop(seq, None)
 
     def again(self, seq: int, due: float) -> None:
         """Deliver it again at `due` unless it is ended before."""

@@ -55,6 +55,18 @@ class NatsBus:
         return self._connection.connected
 
     @property
+    def authenticated(self) -> bool:
+        """Two things, found out for the server of each connection anew: its first words ask for credentials, and it
+        has refused a connection of ours without any, tried beside this one (a server whose accounts have no users but
+        the system's asks for credentials, and does without). After a reconnect the first counts at once and the second
+        a moment later.
+
+        Not looked at: other servers of a cluster, other ways in (leaf nodes, WebSocket, MQTT), and a configuration
+        that is reloaded while the connection stands.
+        """
+        return self._connection.authenticated
+
+    @property
     def max_payload(self) -> int:
         return self._connection.max_payload
 
@@ -92,6 +104,12 @@ class NatsBus:
     async def stream_state(self, stream: str) -> StreamState:
         return (await self._api.stream(stream)).state
 
+    async def subject_counts(self, stream: str, subject: str) -> dict[str, int]:
+        return await self._api.subject_counts(stream, subject)
+
+    async def purge(self, stream: str, subject: str) -> int:
+        return await self._api.purge(stream, subject)
+
     async def stream_of(self, subject: str) -> str | None:
         return await self._api.stream_of(subject)
 
@@ -109,6 +127,9 @@ class NatsBus:
 
     async def pull(self, stream: str, consumer: str, batch: int, timeout: float) -> list[Job]:
         return await self._queues.pull(stream, consumer, batch, timeout)
+
+    def adopt(self, stream: str, handle: str, subject: str, data: bytes, headers: Mapping[str, str]) -> Job:
+        return self._queues.adopt(stream, handle, subject, data, headers)
 
     async def get_many(self, stream: str, subjects: Sequence[str], timeout: float = 5.0) -> dict[str, Stored]:
         return await self._streams.get_many(stream, subjects, timeout)

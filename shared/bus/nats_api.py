@@ -10,9 +10,12 @@ from typing import Any
 from shared.bus.base import ConsumerSpec, StreamSpec, StreamState
 from shared.bus.nats_client import status_of
 from shared.bus.nats_connection import NO_RESPONDERS, Connection
+from shared.bus.wire import check_filter
 from shared.errors import BusDisconnected, BusError, ConfigError, StreamMissing
 
 TIMEOUT = 5.0
+SCAN_TIMEOUT = 30.0
+"""For what makes the server look at every message of a stream."""
 
 # JetStream's error numbers: https://github.com/nats-io/nats-server/blob/main/server/errors.json
 CONSUMER_NOT_FOUND = 10014
@@ -71,16 +74,41 @@ class Api:
         return parse_answer(answer.data)
 
     async def stream(self, name: str) -> StreamInfo:
-        try:
-            info = await self.ask(f"STREAM.INFO.{name}")
-        except StreamMissing:
-            raise StreamMissing(f"stream {name} does not exist") from None
+        info = await self._of_stream("INFO", name)
         state = info["state"]
         return StreamInfo(
             info["config"],
             info["created"],
             StreamState(state["first_seq"], state["last_seq"], state["messages"], state["bytes"]),
         )
+
+    async def subject_counts(self, stream: str, subject: str) -> dict[str, int]:
+        check_filter(subject)
+        counts: dict[str, int] = {}
+        offset, total = 0, 1
+        while offset < total:
+            ask = {"subjects_filter": subject, "offset": offset}
+            info = await self._of_stream("INFO", stream, ask, SCAN_TIMEOUT)
+            page: dict[str, int] = info["state"].get("subjects") or {}
+            if not page:
+                break  # they went away meanwhile, or there are none
+            counts |= page
+            offset, total = offset + len(page), info.get("total", 0)
+        return counts
+
+    async def purge(self, stream: str, subject: str) -> int:
+        check_filter(subject)
+        answer = await self._of_stream("PURGE", stream, {"filter": subject}, SCAN_TIMEOUT)
+        purged: int = answer.get("purged", 0)
+        return purged
+
+    async def _of_stream(
+        self, verb: str, name: str, payload: dict[str, Any] | None = None, timeout: float = TIMEOUT
+    ) -> dict[str, Any]:
+        try:
+            return await self.ask(f"STREAM.{verb}.{name}", payload, timeout)
+        except StreamMissing:
+            raise StreamMissing(f"stream {name} does not exist") from None
 
     async def consumer(self, stream: str, name: str) -> dict[str, Any]:
         """A consumer's configuration."""
@@ -105,9 +133,11 @@ class Api:
                 await self.ask(f"STREAM.CREATE.{spec.name}", wanted)
                 return
             except ApiError as error:
-                if error.number not in NAME_IN_USE:
+                # Perhaps another worker was faster: then the name is in use, or there is no room for a second one.
+                try:
+                    found = (await self.stream(spec.name)).config
+                except StreamMissing:
                     raise _refusal(what, error, f" (max_bytes {spec.max_bytes}, {spec.storage})") from None
-            found = (await self.stream(spec.name)).config  # another worker was faster
         _compare(what, found, wanted)
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
@@ -118,7 +148,7 @@ class Api:
         except StreamMissing:
             order = {"stream_name": spec.stream, "config": wanted, "action": "create"}
             try:
-                await self.ask(f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.filter_subject}", order)
+                await self.ask(f"CONSUMER.CREATE.{spec.stream}.{spec.name}", order)
                 return
             except StreamMissing:
                 raise StreamMissing(f"stream {spec.stream} does not exist") from None
@@ -126,7 +156,7 @@ class Api:
                 if error.number not in NAME_IN_USE:
                     raise _refusal(what, error) from None
             found = await self.consumer(spec.stream, spec.name)
-        _compare(what, found, wanted)
+        _compare(what, _with_filters(found), wanted)
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -153,12 +183,18 @@ def _consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
     return {
         "name": spec.name,
         "durable_name": spec.name,
-        "filter_subject": spec.filter_subject,
+        "filter_subjects": list(spec.filter_subjects),
         "ack_policy": "explicit",
         "ack_wait": _nanoseconds(spec.ack_wait),
         "max_deliver": spec.max_deliver,
         "max_ack_pending": spec.max_ack_pending,
     }
+
+
+def _with_filters(found: dict[str, Any]) -> dict[str, Any]:
+    """A consumer's configuration with its filters as a list: the server may tell a single one in a field of its own."""
+    filters = found.get("filter_subjects") or [found.get("filter_subject", "")]
+    return {**found, "filter_subjects": filters}
 
 
 def _refusal(what: str, error: ApiError, room: str = "") -> BusError | ConfigError:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nats import errors
-from nats.aio.client import Client, Server
+from nats.aio.client import PING_PROTO, Client, Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -20,7 +22,7 @@ FLUSH_TIMEOUT = 5.0
 
 
 class NatsClient(Client):
-    """Drops a dead connection at once, and what was not sent with it."""
+    """Drops a dead connection at once, and what was not sent with it. Its pings overtake nothing."""
 
     async def _process_op_err(self, e: Exception) -> None:
         # An orderly close would first wait for a server that may never read again.
@@ -33,6 +35,31 @@ class NatsClient(Client):
         """Drop what was not sent yet: its senders have been told that the connection was lost."""
         self._pending.clear()
         self._pending_data_size = 0
+        self.forget_pings()
+
+    def forget_pings(self) -> None:
+        """No PONG will come: cancel what waits for one."""
+        for pong in self._pongs:
+            pong.cancel()
+        self._pongs = []
+
+    async def ping(self) -> asyncio.Future[bool]:
+        """Done when the server has handled all that was sent before. Not to be cancelled: nats-py would stumble."""
+        pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        await self._send_ping(pong)
+        return pong
+
+    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
+        # nats-py's own goes past what waits to be sent, so its answer would say nothing about that.
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        self._pending.append(PING_PROTO)
+        self._pending_data_size += len(PING_PROTO)
+        await self._flush_pending()
+
+    @property
+    def asks_for_credentials(self) -> bool:
+        """By the server's first words. What it says later does not know of users that need none."""
+        return bool(self._server_info.get("auth_required"))
 
     async def mute(self, sub: Subscription) -> None:
         """End the server's interest in `sub`, but still take what is on its way."""
@@ -48,6 +75,22 @@ def status_of(message: Msg) -> int | None:
     """The code of a status message (404, 408, 503 …), None for an ordinary one."""
     code = (message.headers or {}).get("Status")
     return int(code) if code and code.isdigit() and not message.data else None
+
+
+_DENIAL = re.compile(r'permissions violation for (publish|subscription) to "((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """What the server does not let us do. nats-py has put `subject` in lower case."""
+
+    publish: bool
+    subject: str
+
+
+def denial_in(error: Exception) -> Denial | None:
+    found = _DENIAL.search(str(error))
+    return Denial(found[1] == "publish", found[2]) if found else None
 
 
 def without_credentials(servers: list[str]) -> str:

@@ -2,13 +2,12 @@
 
 It waits for a server that is not there yet, comes back after every loss, also after those that nats-py takes for the
 end, buffers nothing while disconnected, refuses what the server would cut the connection for, ends waiting requests
-when the connection goes, and reports errors as counters and few log lines.
+when the connection goes or the server denies them, and reports errors as counters and few log lines.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -16,24 +15,24 @@ from typing import Any
 import structlog
 from nats import errors
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription as RawSubscription
 
 from shared.bus.base import Handler, Incoming
-from shared.bus.nats_client import FLUSH_TIMEOUT, NatsClient, dial, status_of, user_headers, without_credentials
+from shared.bus.nats_anonymous import refuses_anonymous
+from shared.bus.nats_client import FLUSH_TIMEOUT, NatsClient, denial_in, dial, status_of, user_headers
 from shared.bus.nats_inbox import Inbox, Mailbox
+from shared.bus.nats_receivers import Receiver, Receivers
 from shared.bus.nats_subscriber import Subscriber
-from shared.bus.wire import header_bytes
-from shared.errors import BusDisconnected, BusError, ConfigError, TooLarge
+from shared.bus.nats_trouble import Trouble
+from shared.bus.wire import header_bytes, new_inbox, user_of
+from shared.errors import BusDisconnected, BusError, ConfigError, PermissionDenied, TooLarge
 
 log = structlog.get_logger(__name__)
 
 SLACK = 4096
 """Bytes of a message kept for the headers that we add ourselves and for NATS's framing."""
 CLOSE_TIMEOUT = 2.0
-LOG_EVERY = 5.0
+REVIVE_EVERY = 5.0
 NO_RESPONDERS = 503
-MAX_PENDING_MESSAGES = 65_536
-MAX_PENDING_BYTES = 128 << 20
 
 
 class NoAnswer(BusDisconnected):
@@ -44,16 +43,18 @@ class Connection:
     """See the module. `name` shows in the server's list of connections; `url` may list several servers."""
 
     def __init__(self, url: str, name: str) -> None:
-        self.counters = {"reconnects": 0, "handler_errors": 0, "slow_consumer": 0, "errors": 0}
         self._servers = url.split(",")
         self._name = name
+        self._trouble = Trouble(self._servers, name)
+        self.counters = self._trouble.counters
+        self.handler_failed = self._trouble.handler_failed
         self._client = NatsClient()
-        self._raw: dict[Subscriber | Inbox, RawSubscription] = {}
+        self._receivers = Receivers()
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._logged_at = float("-inf")
         self._closing = False
         self._revival: asyncio.Task[None] | None = None
+        self._anonymous_refused = False
         self._inbox = Inbox(self._new_prefix(), lambda _: None)
 
     # Life
@@ -65,10 +66,20 @@ class Connection:
         """
         self._client = await dial(self._servers, self._name, wait, self)
         await self._attach(self._inbox)
+        await self._find_out_access()
 
     @property
     def connected(self) -> bool:
         return self._client.is_connected and not self._closing
+
+    @property
+    def authenticated(self) -> bool:
+        return self._client.asks_for_credentials and self._anonymous_refused
+
+    async def _find_out_access(self) -> None:
+        url = self._client.connected_url
+        if url is not None and self._client.asks_for_credentials:
+            self._anonymous_refused = await refuses_anonymous(url, self._name)
 
     @property
     def max_payload(self) -> int:
@@ -86,8 +97,8 @@ class Connection:
             except BusError:
                 log.info("NATS did not take the last messages before closing", name=self._name)
         self._closing = True
-        for inbox in self._inboxes():
-            inbox.lose_all()
+        self._receivers.lose_all()
+        self._client.forget_pings()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -108,10 +119,6 @@ class Connection:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             self.handler_failed("background task", error)
-
-    def handler_failed(self, where: str, error: BaseException) -> None:
-        self.counters["handler_errors"] += 1
-        log.error("bus handler failed", subject=where, exc_info=error)
 
     # Messages
 
@@ -142,9 +149,9 @@ class Connection:
     async def call(self, subject: str, data: bytes, deadline: float, headers: dict[str, str] | None = None) -> Msg:
         """Send a request and return its first answer, which may be a status message.
 
-        Raises BusDisconnected when the connection goes or the loop's clock reaches `deadline` before.
+        Raises BusDisconnected when the connection goes or the loop's clock reaches `deadline` before, PermissionDenied.
         """
-        with self._inbox.open() as box:
+        with self._inbox.open(subject) as box:
             await self.send(subject, data, headers, box.subject)
             answer = await box.next(deadline)
         if answer is None:
@@ -152,7 +159,7 @@ class Connection:
         return answer
 
     async def request(self, subject: str, data: bytes, timeout: float) -> Incoming:
-        """Raises TooLarge, BusDisconnected (at once when nobody listens on `subject`)."""
+        """Raises TooLarge, PermissionDenied, BusDisconnected (at once when nobody listens on `subject`)."""
         self.check_size(data, None)
         deadline = asyncio.get_running_loop().time() + timeout
         answer = await self.call(subject, data, deadline)
@@ -161,22 +168,31 @@ class Connection:
         return Incoming(answer.subject, answer.data, answer.reply, user_headers(answer))
 
     async def flush(self, timeout: float) -> None:
-        """Wait until the server has handled all that was sent before. Raises BusDisconnected."""
-        with self._inbox.open() as box:
-            await self.send(box.subject, b"")
-            if await box.next(asyncio.get_running_loop().time() + timeout) is None:
-                raise NoAnswer("NATS does not answer")
+        """Wait until the server has handled all that was sent before, and has said what it denies of it.
 
-    def mailbox(self) -> Mailbox:
-        """For a request with many answers."""
-        return self._inbox.open()
+        Raises BusDisconnected.
+        """
+        self._require()
+        pong = await self._client.ping()
+        await asyncio.wait({pong}, timeout=timeout)
+        if not pong.done():
+            raise NoAnswer("NATS does not answer")
+        if pong.cancelled():
+            raise BusDisconnected("the connection to NATS was lost")
+
+    def mailbox(self, asks: str) -> Mailbox:
+        """For a request to `asks` with many answers."""
+        return self._inbox.open(asks)
 
     async def subscribe(self, subject: str, handler: Handler, queue: str) -> Subscriber:
+        """Raises PermissionDenied, BusDisconnected."""
         self._require()
         subscriber = Subscriber(subject, queue, handler, partial(self.handler_failed, subject), self.drop)
         await self._attach(subscriber)
         try:
             await self.flush(FLUSH_TIMEOUT)  # from here on the server delivers to it, whoever publishes
+            if subscriber.refused:
+                raise PermissionDenied(f"NATS does not let us subscribe to {subject}")
         except BaseException:
             await self.drop(subscriber)
             raise
@@ -190,9 +206,9 @@ class Connection:
 
     async def retire(self, inbox: Inbox) -> None:
         """Give up an inbox on which the server may still send: what is on its way goes back at once."""
-        raw = self._raw.get(inbox)
-        if raw is not None and self.connected:
-            await self._client.mute(raw)  # before anything that is sent later, so that no job is sent here after it
+        if self.connected:
+            # Before anything that is sent later, so that no job is sent here after it.
+            await self._receivers.mute(self._client, inbox)
         self.spawn(self._drop_when_quiet(inbox))
 
     async def _drop_when_quiet(self, inbox: Inbox) -> None:
@@ -202,32 +218,14 @@ class Connection:
             log.debug("an inbox is given up with its connection", name=self._name)
         await self.drop(inbox)
 
-    async def drop(self, receiver: Subscriber | Inbox) -> None:
-        raw = self._raw.pop(receiver, None)
-        if raw is None:
-            return
-        try:
-            await raw.unsubscribe()
-        except errors.Error:
-            log.debug("unsubscribed from a connection that is gone", name=self._name)
+    async def drop(self, receiver: Receiver) -> None:
+        await self._receivers.drop(receiver)
 
     # What nats-py tells us
 
-    async def _attach(self, receiver: Subscriber | Inbox) -> None:
+    async def _attach(self, receiver: Receiver) -> None:
         try:
-            if isinstance(receiver, Inbox):
-                # Mailboxes hold what they asked for; a limit here could only lose answers.
-                self._raw[receiver] = await self._client.subscribe(
-                    f"{receiver.prefix}.*", cb=receiver.deliver, pending_bytes_limit=0
-                )
-            else:
-                self._raw[receiver] = await self._client.subscribe(
-                    receiver.subject,
-                    receiver.queue,
-                    cb=receiver.deliver,
-                    pending_msgs_limit=MAX_PENDING_MESSAGES,
-                    pending_bytes_limit=MAX_PENDING_BYTES,
-                )
+            await self._receivers.attach(self._client, receiver)
         except errors.Error as error:
             raise self._translate(error) from None
 
@@ -236,24 +234,23 @@ class Connection:
         while not self._client.is_connected:
             try:
                 self._client = await dial(self._servers, self._name, None, self)
-                for receiver in list(self._raw):
-                    await self._attach(receiver)
+                await self._receivers.attach_all(self._client)
                 self.on_return()
-            except (BusError, ConfigError) as error:
+            except (BusError, ConfigError, errors.Error) as error:
                 log.error("NATS connection cannot be made anew", error=str(error), name=self._name)
-                await asyncio.sleep(LOG_EVERY)
+                await asyncio.sleep(REVIVE_EVERY)
 
     def on_lost(self, client: NatsClient) -> None:
         if client is not self._client:
             return
         if not self._closing:
             log.warning("NATS connection lost", name=self._name)
-        for inbox in self._inboxes():
-            inbox.lose_all()
+        self._receivers.lose_all()
 
     def on_return(self) -> None:
         self.counters["reconnects"] += 1
         log.info("NATS connection restored", name=self._name)
+        self.spawn(self._find_out_access())
         for callback in self._callbacks:
             self.spawn(self._call_back(callback))
 
@@ -263,12 +260,9 @@ class Connection:
             self._revival = self.spawn(self._revive())
 
     def on_error(self, error: Exception) -> None:
-        self.counters["slow_consumer" if isinstance(error, errors.SlowConsumerError) else "errors"] += 1
-        now = asyncio.get_running_loop().time()
-        if now - self._logged_at >= LOG_EVERY:
-            self._logged_at = now
-            text = str(error) or type(error).__name__
-            log.warning("NATS error", server=without_credentials(self._servers), error=text, name=self._name)
+        self._trouble.reported(error)
+        if denial := denial_in(error):
+            self._receivers.deny(denial)
 
     async def _call_back(self, callback: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -278,11 +272,8 @@ class Connection:
 
     # Helpers
 
-    def _inboxes(self) -> list[Inbox]:
-        return [self._inbox, *(r for r in self._raw if isinstance(r, Inbox) and r is not self._inbox)]
-
     def _new_prefix(self) -> str:
-        return f"_INBOX.{secrets.token_hex(11)}"
+        return new_inbox(user_of(self._servers[0]))
 
     def _hand_back(self, message: Msg) -> None:
         if message.reply.startswith("$JS.ACK.") and self.connected:

@@ -10,12 +10,13 @@ from typing import Any
 import structlog
 from nats.aio.msg import Msg
 
+from shared.bus.ack import parse_ack
 from shared.bus.base import IndexHandler, Stored
 from shared.bus.nats_api import Api
 from shared.bus.nats_client import status_of, user_headers
 from shared.bus.nats_connection import Connection
 from shared.bus.nats_inbox import Inbox, Mailbox
-from shared.bus.nats_queue import EXPIRED, reply_fields
+from shared.bus.nats_queue import EXPIRED
 from shared.errors import BusError, StreamMissing
 
 log = structlog.get_logger(__name__)
@@ -66,7 +67,7 @@ class Follower:
     async def _run(self, inbox: Inbox) -> None:
         while True:
             try:
-                with inbox.open() as box:
+                with inbox.open(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}") as box:
                     await self._consume(box)
             except StreamMissing:
                 log.debug("a followed stream is missing", stream=self._stream)
@@ -109,8 +110,7 @@ class Follower:
         expected = 1
         now = asyncio.get_running_loop().time
         while True:
-            subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
-            await self._connection.send(subject, json.dumps(ask).encode(), None, box.subject)
+            await self._connection.send(box.asks, json.dumps(ask).encode(), None, box.subject)
             wanted = BATCH
             while wanted:
                 message = await box.next(now() + 2 * HEARTBEAT)
@@ -123,13 +123,13 @@ class Follower:
                     break
                 if status is not None:
                     return
-                _, seq, consumer_seq, _ = reply_fields(message.reply)
-                if consumer_seq != expected:
+                delivery = parse_ack(message.reply)
+                if delivery.consumer_seq != expected:
                     return
                 expected += 1
                 wanted -= 1
-                self._last = seq
-                self._hand_on(message, seq)
+                self._last = delivery.seq
+                self._hand_on(message, delivery.seq)
 
     def _hand_on(self, message: Msg, seq: int) -> None:
         size = (message.headers or {}).get("Nats-Msg-Size", "0")

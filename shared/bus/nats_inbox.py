@@ -1,5 +1,5 @@
-"""Reply addresses. Unlike the requests of nats-py they end the moment the connection is lost, may have many answers,
-and do not lose a job: one that comes when nobody waits any more is handed to `stray`.
+"""Reply addresses. Unlike the requests of nats-py they end the moment the connection is lost or the server denies the
+request, may have many answers, and do not lose a job: one that comes when nobody waits any more is handed to `stray`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
-from shared.errors import BusDisconnected
+from shared.errors import BusDisconnected, BusError, PermissionDenied
 
 
 class Mailbox:
-    """The answers to one request, in the order they came. A context manager: `with inbox.open() as box`."""
+    """The answers to one request, in the order they came. A context manager: `with inbox.open(asks) as box`.
 
-    def __init__(self, inbox: Inbox, token: str) -> None:
+    `asks` is the subject that the request goes to, `subject` where its answers come.
+    """
+
+    def __init__(self, inbox: Inbox, token: str, asks: str) -> None:
+        self.asks = asks
         self.subject = f"{inbox.prefix}.{token}"
         self._inbox = inbox
         self._token = token
         self._messages: deque[Msg] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._lost = False
+        self._ended: BusError | None = None
 
     async def next(self, deadline: float) -> Msg | None:
-        """The next answer, None if the loop's clock reaches `deadline` first. Raises BusDisconnected."""
+        """The next answer, None if the loop's clock reaches `deadline` first. Raises what `end` was told."""
         while not self._messages:
-            if self._lost:
-                raise BusDisconnected("the connection to NATS was lost while waiting for an answer")
+            if self._ended is not None:
+                raise self._ended
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -43,9 +47,9 @@ class Mailbox:
         self._messages.append(message)
         self._wake()
 
-    def lose(self) -> None:
-        """The connection is gone and no further answer will come."""
-        self._lost = True
+    def end(self, error: BusError) -> None:
+        """No further answer will come."""
+        self._ended = error
         self._wake()
 
     def _wake(self) -> None:
@@ -71,13 +75,17 @@ class Inbox:
     def __init__(self, prefix: str, stray: Callable[[Msg], None]) -> None:
         self.prefix = prefix
         self.stray = stray
+        self.subject = f"{prefix}.*"
         self._open: dict[str, Mailbox] = {}
         self._count = 0
+        self._refused = False
 
-    def open(self) -> Mailbox:
+    def open(self, asks: str) -> Mailbox:
         self._count += 1
         token = str(self._count)
-        box = self._open[token] = Mailbox(self, token)
+        box = self._open[token] = Mailbox(self, token, asks)
+        if self._refused:
+            box.end(self._no_subscription())
         return box
 
     def close(self, token: str) -> None:
@@ -92,5 +100,22 @@ class Inbox:
             box.put(message)
 
     def lose_all(self) -> None:
+        """The connection is gone."""
+        self._refused = False  # the next one subscribes again
         for box in self._open.values():
-            box.lose()
+            box.end(BusDisconnected("the connection to NATS was lost while waiting for an answer"))
+
+    def refuse(self) -> None:
+        """The server does not let us subscribe here, so no answer will ever come."""
+        self._refused = True
+        for box in self._open.values():
+            box.end(self._no_subscription())
+
+    def deny(self, asks: str) -> None:
+        """The server has not let through what was published to `asks`, here in lower case."""
+        for box in self._open.values():
+            if box.asks.lower() == asks:
+                box.end(PermissionDenied(f"NATS does not let us publish to {box.asks}"))
+
+    def _no_subscription(self) -> PermissionDenied:
+        return PermissionDenied(f"NATS does not let us subscribe to {self.subject}, where answers come")

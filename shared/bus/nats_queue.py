@@ -16,6 +16,7 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
+from shared.bus.ack import Ack, parse_ack, parse_handle
 from shared.bus.base import Job
 from shared.bus.nats_api import Api
 from shared.bus.nats_client import status_of, user_headers
@@ -35,43 +36,34 @@ EXPIRED = 408
 CONFLICT = 409
 
 
-def reply_fields(reply: str) -> tuple[int, int, int, int]:
-    """(delivered, stream sequence, consumer sequence, nanoseconds since 1970) in a delivery's reply subject.
-
-    Either `$JS.ACK.<stream>.<consumer>.` and these with the pending count, or `$JS.ACK.<domain>.<account>.<stream>.
-    <consumer>.` and these with the pending count and a token more. Raises BusError for anything else.
-    """
-    tokens = reply.split(".")
-    first = {9: 4, 11: 6, 12: 6}.get(len(tokens), 0)
-    try:
-        delivered, seq, consumer_seq, stored = (int(t) for t in tokens[first : first + 4])
-    except ValueError:
-        raise BusError("a delivery without JetStream's reply subject") from None
-    return delivered, seq, consumer_seq, stored
-
-
 class NatsJob:
-    def __init__(self, connection: Connection, message: Msg) -> None:
-        self.delivered, self.seq, _, self.stamp = reply_fields(message.reply)
-        self.subject = message.subject
-        self.data = message.data
-        self.headers: Mapping[str, str] = user_headers(message)
-        self.age = max(0.0, time.time() - self.stamp / 1e9)
+    """A delivery that is acked on `handle`, which `ack` spells out."""
+
+    def __init__(
+        self, connection: Connection, ack: Ack, handle: str, subject: str, data: bytes, headers: Mapping[str, str]
+    ) -> None:
+        self.handle = handle
+        self.subject = subject
+        self.data = data
+        self.headers = headers
+        self.seq = ack.seq
+        self.delivered = ack.delivered
+        self.stamp = ack.stamp
+        self.age = max(0.0, time.time() - ack.stamp / 1e9)
         self._connection = connection
-        self._reply = message.reply
 
     async def ack(self) -> None:
-        await self._connection.send(self._reply, b"+ACK")
+        await self._connection.send(self.handle, b"+ACK")
 
     async def nak(self, delay: float = 0.0) -> None:
         order = json.dumps({"delay": round(delay * 1e9)}) if delay > 0 else ""
-        await self._connection.send(self._reply, f"-NAK {order}".rstrip().encode())
+        await self._connection.send(self.handle, f"-NAK {order}".rstrip().encode())
 
     async def term(self) -> None:
-        await self._connection.send(self._reply, b"+TERM")
+        await self._connection.send(self.handle, b"+TERM")
 
     async def hold(self) -> None:
-        await self._connection.send(self._reply, b"+WPI")
+        await self._connection.send(self.handle, b"+WPI")
 
 
 class Queues:
@@ -87,10 +79,10 @@ class Queues:
         messages: list[Msg] = []
         answered = False
         try:
-            with inbox.open() as box:
+            subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+            with inbox.open(subject) as box:
                 answered = await self._collect(box, stream, consumer, batch, timeout, messages)
-            jobs: list[Job] = [NatsJob(self._connection, message) for message in messages]
-            return jobs
+            return [self._job(message) for message in messages]
         except BaseException:
             for message in messages:
                 inbox.stray(message)
@@ -101,6 +93,14 @@ class Queues:
             else:
                 await self._connection.retire(inbox)
 
+    def adopt(self, stream: str, handle: str, subject: str, data: bytes, headers: Mapping[str, str]) -> Job:
+        """Raises InvalidField."""
+        return NatsJob(self._connection, parse_handle(stream, handle), handle, subject, data, headers)
+
+    def _job(self, message: Msg) -> Job:
+        ack = parse_ack(message.reply)
+        return NatsJob(self._connection, ack, message.reply, message.subject, message.data, user_headers(message))
+
     async def _collect(
         self, box: Mailbox, stream: str, consumer: str, batch: int, timeout: float, messages: list[Msg]
     ) -> bool:
@@ -108,8 +108,7 @@ class Queues:
         ask: dict[str, Any] = {"batch": batch, "no_wait": True}
         if timeout > 0:
             ask["expires"] = round(timeout * 1e9)
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        await self._connection.send(subject, json.dumps(ask).encode(), None, box.subject)
+        await self._connection.send(box.asks, json.dumps(ask).encode(), None, box.subject)
         now = asyncio.get_running_loop().time
         deadline = now() + (timeout + LATE if timeout > 0 else SILENCE)
         while len(messages) < batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,16 @@ from shared.bus.nats_api import Api, ApiError, parse_answer
 from shared.bus.nats_client import status_of, user_headers
 from shared.bus.nats_connection import NO_RESPONDERS, Connection, NoAnswer
 from shared.bus.wire import check_message_id
-from shared.errors import BusDisconnected, BusError, ConfigError, SequenceConflict, StreamFull, StreamMissing, TooLarge
+from shared.errors import (
+    BusDisconnected,
+    BusError,
+    ConfigError,
+    PermissionDenied,
+    SequenceConflict,
+    StreamFull,
+    StreamMissing,
+    TooLarge,
+)
 
 PAGE_SUBJECTS = 1000
 """The server answers a batch of more than 1,024 subjects with an error."""
@@ -89,8 +99,10 @@ class Streams:
         return answer
 
     async def _require_stream_of(self, subject: str) -> None:
-        if await self._api.stream_of(subject) is None:
-            raise StreamMissing(f"no stream captures {subject}")
+        """Raises StreamMissing. Who may not ask hears only that there is no answer."""
+        with contextlib.suppress(PermissionDenied):
+            if await self._api.stream_of(subject) is None:
+                raise StreamMissing(f"no stream captures {subject}")
 
     async def get_many(self, stream: str, subjects: Sequence[str], timeout: float) -> dict[str, Stored]:
         deadline = _now() + timeout
@@ -156,8 +168,8 @@ class Streams:
         except TimeoutError:
             raise NoAnswer(f"stream {stream}: no turn to read in time") from None
         try:
-            with self._connection.mailbox() as box:
-                await self._connection.send(f"$JS.API.DIRECT.GET.{stream}", data, None, box.subject)
+            with self._connection.mailbox(f"$JS.API.DIRECT.GET.{stream}") as box:
+                await self._connection.send(box.asks, data, None, box.subject)
                 while (message := await box.next(deadline)) is not None:
                     status = status_of(message)
                     if status is None:

@@ -30,6 +30,7 @@ class Subscriber:
         self._handler = handler
         self._failed = failed
         self._drop = drop
+        self.refused = False
         self._running = False
         self._closed = False
 
@@ -45,6 +46,10 @@ class Subscriber:
             self._running = False
         if self._closed:
             await self._drop(self)
+
+    def refuse(self) -> None:
+        """The server does not let us subscribe."""
+        self.refused = True
 
     async def unsubscribe(self) -> None:
         """No call of the handler starts after this; one that runs may finish."""

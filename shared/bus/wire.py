@@ -4,14 +4,34 @@ headers weigh.
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
-from shared.errors import TooLarge
+from shared.errors import BusError, TooLarge
 
 DEFAULT_MAX_PENDING = 64 << 20
 """nats-server's own default for `max_pending`, in bytes."""
 MAX_MESSAGE_ID = 1024
 """Bytes. Sent as a header, in the room that a bus keeps free beside the largest payload."""
+
+
+def new_inbox(user: str | None) -> str:
+    """Where a connection hears answers. Under its user's name, so that permissions can keep others from listening:
+    what comes there are requests of a queue, and what they are acked with.
+    """
+    own = f".{user}" if user is not None and re.fullmatch(r"[A-Za-z0-9_-]+", user) else ""
+    return f"_INBOX{own}.{secrets.token_hex(11)}"
+
+
+def user_of(url: str) -> str | None:
+    """Who logs in by this address; None for nobody, or by a token."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return None
+    return parts.username if parts.password is not None else None
 
 
 def header_bytes(headers: Mapping[str, str] | None) -> int:
@@ -25,6 +45,12 @@ def check_message_id(message_id: str) -> None:
     """Raises TooLarge."""
     if len(message_id.encode()) > MAX_MESSAGE_ID:
         raise TooLarge(f"a message id has at most {MAX_MESSAGE_ID} bytes")
+
+
+def check_filter(subject: str) -> None:
+    """Raises BusError for the empty filter, which NATS takes for everything."""
+    if not subject:
+        raise BusError("an empty subject names no messages")
 
 
 def matches(pattern: str, subject: str) -> bool:

@@ -10,7 +10,7 @@ unused    no references, but named: a later `match` may find it, and `allocate` 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.errors import TrineError
@@ -60,6 +60,10 @@ class BlockAllocator:
     def cached(self) -> int:
         """Named blocks, in use or not."""
         return len(self._by_name)
+
+    def names(self) -> Collection[bytes]:
+        """Of all named blocks."""
+        return self._by_name.keys()
 
     def references(self, block: int) -> int:
         return self._refs[self._checked(block)]
@@ -143,6 +147,13 @@ class BlockAllocator:
         if self._refs[block] == 0:
             del self._unused[block]
             self._free.append(block)
+
+    def forget(self) -> int:
+        """Drop all names; says how many there were."""
+        names = list(self._by_name)
+        for name in names:
+            self.drop(name)
+        return len(names)
 
     def _retire(self, block: int) -> None:
         if self._names[block] is None:

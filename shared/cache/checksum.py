@@ -1,10 +1,10 @@
-"""A checksum for blocks that never leave the machine: five times as fast as SHA-256, against accidents alone.
+"""A checksum for blocks that never leave the machine: eight times as fast as SHA-256, against accidents alone.
 
-The body is a table of 64-bit words, ROW words a row. Each row gives one number, the sum of its words times odd
-constants (multilinear hashing, Carter & Wegman 1979) modulo 2**64; each column gives the XOR of its words. SHA-256
-over these numbers and the bytes after the last whole row is the checksum. One changed word always changes its row's
-sum; moved words and rows change sums or their order. Modulo 2**64 two changed top bits of one row cancel in its sum,
-but they are in two columns.
+The body is a table of 64-bit words, ROW words a row. Each row gives one number, the sum of its words modulo 2**64;
+each column gives the XOR of its words. SHA-256 over these numbers and the bytes after the last whole row is the
+checksum. Any change of up to three words shows: a column with one changed word has another XOR, so all of them would
+have to be in one column, and then each is alone in its row, whose sum differs. So do words, rows and pages that moved.
+More changes are missed only if they leave every sum and every XOR as it was, which takes a pattern, not chance.
 
 Whoever wants to can make two bodies with one checksum. It may only guard bytes that nobody can write who could not
 as well write into this process; on the wire it is SHA-256 (`frames.sha256`).
@@ -13,24 +13,36 @@ as well write into this process; on the wire it is SHA-256 (`frames.sha256`).
 from __future__ import annotations
 
 import hashlib
+import struct
+from typing import NamedTuple
 
 import numpy as np
 
+DIGEST_BYTES = 32
+_LENGTHS = struct.Struct("<QQ")
 ROW = 512  # words: few numbers are left to hash, and a row stays in the first-level cache
-# Splitmix64 of 0 … 511, made odd. Any fixed constants do that look random.
-_Z = (np.arange(1, ROW + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype("<u8")
-_Z = (_Z ^ (_Z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-_Z = (_Z ^ (_Z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-_ODD = (_Z ^ (_Z >> np.uint64(31))) | np.uint64(1)
 
 
-def checksum(body: memoryview) -> bytes:
-    """32 bytes; releases the GIL nearly throughout. `body` is contiguous, of any length."""
-    body = body.cast("B")
-    whole = len(body) - len(body) % (8 * ROW)
-    table = np.frombuffer(body[:whole], dtype="<u8").reshape(-1, ROW)
-    state = hashlib.sha256(len(body).to_bytes(8, "little"))
-    state.update(table @ _ODD)
-    state.update(np.bitwise_xor.reduce(table, axis=0))
-    state.update(body[whole:])
+class Sums(NamedTuple):
+    """What is hashed of a body: 64-bit numbers, and the bytes after the last whole row, which view the body."""
+
+    rows: memoryview
+    columns: memoryview
+    rest: memoryview
+
+
+def sums(body: memoryview) -> Sums:
+    """Of contiguous bytes, of any length. Nearly all of the work, and the GIL is released for it."""
+    whole = len(body) // (8 * ROW)
+    table = np.frombuffer(body, dtype="<u8", count=whole * ROW).reshape(whole, ROW)
+    rows, columns = np.add.reduce(table, axis=1), np.bitwise_xor.reduce(table, axis=0)
+    return Sums(rows.data, columns.data, body[whole * 8 * ROW :])
+
+
+def checksum(label: bytes, body: Sums) -> bytes:
+    """DIGEST_BYTES bytes that tell of any damage to a body, or that it is not the body with this label."""
+    state = hashlib.sha256(_LENGTHS.pack(len(label), len(body.rows)) + label)
+    state.update(body.rows)
+    state.update(body.columns)
+    state.update(body.rest)
     return state.digest()

@@ -36,12 +36,13 @@ class IndexFollower:
         self._counters: Counter[str] = Counter(foreign_subjects=0, bus_errors=0, streams_created=0)
         self._stream_known = False
         self._feed: Subscription | None = None
+        self._following = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._waiting: dict[bytes, set[asyncio.Future[None]]] = {}
 
     @property
     def counters(self) -> Mapping[str, int]:
-        return self._counters
+        return {**self._counters, "evicted": self._index.evicted}
 
     async def start(self) -> None:
         """Create or check the stream and begin. Raises ConfigError if the stream differs; bus trouble is retried."""
@@ -59,6 +60,16 @@ class IndexFollower:
                 await self._feed.unsubscribe()
         for name in list(self._waiting):
             self._wake(name)
+
+    async def restart(self) -> None:
+        """Blocks were removed from the stream's middle, of which no feed tells: learn anew what is there."""
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            with contextlib.suppress(BusError):
+                await feed.unsubscribe()
+        self._index.reset()
+        with contextlib.suppress(BusError):  # else the next round does it
+            await self._follow()
 
     async def wait(self, names: Sequence[bytes], timeout: float) -> int:
         """Length of the present prefix of `names` as soon as it is not 0, and at the latest after `timeout` seconds.
@@ -88,8 +99,8 @@ class IndexFollower:
 
     def _on_message(self, stored: Stored) -> None:
         try:
-            name, part = block_of(stored.subject)
-            known = len(name) == NAME_BYTES and self._subjects.block(name, part) == stored.subject
+            scope, name, part = block_of(stored.subject)
+            known = len(name) == NAME_BYTES and self._subjects.block(name, part, scope) == stored.subject
         except ValueError:
             known = False
         if not known:
@@ -116,9 +127,13 @@ class IndexFollower:
     async def _step(self) -> None:
         if not self._stream_known:
             await self._ensure()
-        if self._feed is None:
-            self._feed = await self._bus.follow(self._spec.name, self._subjects.blocks, self._on_message)
+        await self._follow()
         await self._poll()
+
+    async def _follow(self) -> None:
+        async with self._following:
+            if self._feed is None:
+                self._feed = await self._bus.follow(self._spec.name, self._subjects.blocks, self._on_message)
 
     async def _ensure(self) -> None:
         await self._bus.ensure_stream(self._spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -10,8 +9,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
-
-from shared.errors import FrameError
 
 PART = ".part-"  # what is being written
 BURST_BITS = 28  # 2**28 ns = 0.27 s
@@ -89,33 +86,6 @@ def mark_used(file: int | str, folder: int | None = None) -> None:
         os.utime(file, ns=(now, now))
     else:
         os.utime(file, ns=(now, now), dir_fd=folder, follow_symlinks=False)
-
-
-def read(folder: int, name: str, sizes: range, dest: memoryview) -> bytes | None:
-    """Fill `dest` with the file's last bytes and return those before; None if there is no such file. Counts as use.
-
-    Raises FrameError for what is no plain file, or has another size than `sizes` allows.
-    """
-    try:
-        # NONBLOCK: a FIFO would keep us waiting.
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symlink, a socket
-            raise FrameError("no plain file") from None
-        raise
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_size not in sizes:
-            raise FrameError("no plain file, or one of another size")
-        head = bytearray(status.st_size - len(dest))
-        if os.readv(file, [head, dest]) != status.st_size:
-            raise FrameError("the file was cut while it was read")
-        mark_used(file)
-        return bytes(head)
-    finally:
-        os.close(file)
 
 
 def remove(folder: int, name: str) -> bool:

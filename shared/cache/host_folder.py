@@ -19,12 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shared.cache import host_files, host_room
+from shared.cache import host_files, host_read, host_room
 from shared.cache.host_files import Listing
+from shared.cache.host_read import Wanted
 from shared.cache.host_room import Room, flock
 
 if sys.platform != "win32":
@@ -53,6 +55,7 @@ class HostFolder:
         self._active = 0
         self._idle = threading.Condition()
         self._evicted_before = 0
+        self._helper = ThreadPoolExecutor(1, "host-read")  # its thread starts when it is needed, and ends with this
 
     @property
     def joined(self) -> bool:
@@ -155,10 +158,10 @@ class HostFolder:
                     return True
             return False
 
-    def read(self, name: str, sizes: range, dest: memoryview) -> bytes | None:
-        """See `host_files.read`."""
+    def read(self, wanted: Sequence[Wanted], sizes: range) -> None:
+        """See `host_read.read`."""
         with self._use() as (folder, _):
-            return host_files.read(folder, name, sizes, dest)
+            host_read.read(folder, wanted, sizes, self._helper)
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """The pieces, one after the other, become the file of that name."""

@@ -65,6 +65,10 @@ class HostStore:
                 left.open()
                 left.close()
 
+    async def drop(self) -> int:
+        """Remove all blocks, for every process of the machine; says how many there were."""
+        return await in_thread(self._blocks.drop)
+
     async def close(self) -> None:
         await in_thread(self._blocks.close)
 
@@ -82,9 +86,9 @@ class HostStore:
             places = [memoryview(bytearray(self._identity.block_bytes)) for _ in blocks]
         fetched = Fetched()
         pairs = list(zip(blocks, places, strict=True))
-        frames = await in_thread(lambda: [self._blocks.get(meta, place) for meta, place in pairs])
-        for (meta, place), frame in zip(pairs, frames, strict=True):
-            if frame is not None:
+        producers = await in_thread(lambda: self._blocks.get(pairs))
+        for (meta, place), producer in zip(pairs, producers, strict=True):
+            if producer is not None:
                 fetched[meta.name] = place
-                fetched.producers.add(frame.producer)
+                fetched.producers.add(producer)
         return fetched

@@ -24,6 +24,7 @@ class PrefixIndex:
         self.first_seq = 0
         self.last_seq = 0  # highest sequence told by the feed
         self.full = False
+        self.evicted = 0  # blocks that left the stream with its oldest messages
         self._max_names = max_names
         self._known: OrderedDict[bytes, list[int]] = OrderedDict()  # sequence per part, 0: not seen
 
@@ -52,6 +53,7 @@ class PrefixIndex:
             if max(self._known[name]) >= self.first_seq:
                 return
             del self._known[name]
+            self.evicted += 1
 
     def forget(self, name: bytes) -> None:
         """The block was looked for and not found, or found damaged; the next time the feed tells it, it is back."""

@@ -1,7 +1,10 @@
 """Names of KV blocks: a SHA-256 chain over all that determines a block's bytes.
 
-root  = H("trine-root" | fingerprint | codec | block size | tenant)
+root  = H("trine-root" | fingerprint | codec | block size | tenant | salt)
 block = H("trine-block" | parent's name | token ids)
+
+A prompt may begin with blocks that an operator has made public. Their chain has a root of its own, which all tenants
+share; the first private block's parent is then H("trine-private" | last public block's name | the tenant's root).
 
 Variable-length fields carry their length, so that no two different inputs are hashed as the same bytes.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from shared.messages import Identity
 
@@ -26,10 +30,49 @@ def _digest(tag: bytes, fields: Iterable[bytes]) -> bytes:
     return state.digest()
 
 
-def root(identity: Identity, tenant: str) -> bytes:
-    """Parent of a tenant's first block under one identity."""
+PUBLIC = "=public"
+"""Scope of public blocks. No tenant can have this name."""
+
+
+def root(identity: Identity, tenant: str, salt: str = "") -> bytes:
+    """Parent of a tenant's first block under one identity; `salt` narrows further inside the tenant."""
     sizes = struct.pack("<QQ", identity.block_size, identity.block_bytes)
-    return _digest(b"trine-root", (identity.fingerprint.encode(), identity.codec.encode(), sizes, tenant.encode()))
+    texts = (identity.fingerprint.encode(), identity.codec.encode(), tenant.encode(), salt.encode())
+    return _digest(b"trine-root", (sizes, *texts))
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Where the chain of one prompt's blocks begins: the first `public` of them are everybody's, the rest the tenant's.
+
+    `scope`, the tenant or PUBLIC, is where a block is stored: operators list and drop by it. It is no secret, and not
+    what keeps tenants apart; the names are.
+    """
+
+    root: bytes
+    tenant: str
+    salt: str = ""
+    public: int = 0
+    public_root: bytes = b""
+
+    @classmethod
+    def of(cls, identity: Identity, tenant: str, salt: str = "", public: int = 0) -> Lineage:
+        return cls(root(identity, tenant, salt), tenant, salt, public, root(identity, PUBLIC) if public else b"")
+
+    def parent(self, index: int, names: Sequence[bytes]) -> bytes:
+        """Parent of block `index`, `names` being those of the blocks before it."""
+        if index == self.public:
+            return _digest(b"trine-private", (names[index - 1], self.root)) if index else self.root
+        return names[index - 1] if index else self.public_root
+
+    def scope(self, index: int) -> str:
+        return PUBLIC if index < self.public else self.tenant
+
+    def extend(self, names: list[bytes], count: int, token_ids: Sequence[int], block_size: int) -> None:
+        """Append names until the first `count` full blocks of `token_ids` have one."""
+        for index in range(len(names), count):
+            tokens = token_ids[index * block_size : (index + 1) * block_size]
+            names.append(child(self.parent(index, names), tokens))
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

@@ -53,7 +53,9 @@ class Page:
         self._parts = frames.part_count(identity.block_bytes, part_bytes)
         self._arrivals: list[_Arrival] = []
         self._wanted = {
-            subjects.block(meta.name, part): _Part(meta, part, place[part * part_bytes : (part + 1) * part_bytes])
+            subjects.block(meta.name, part, meta.scope): _Part(
+                meta, part, place[part * part_bytes : (part + 1) * part_bytes]
+            )
             for meta, place in batch
             for part in range(self._parts)
         }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import anyio
 import structlog
 
-from shared.bus.base import Bus
+from shared.bus.base import Bus, Incoming
 from shared.cache.blocks import BlockAllocator
 from shared.cache.fetch import Claim, Take, fetch
 from shared.cache.follower import IndexFollower
@@ -18,7 +19,10 @@ from shared.cache.publisher import BlockPublisher
 from shared.cache.store import BlockStore, block_stream, index_for
 from shared.cache.stream_store import StreamBlockStore
 from shared.cache.tiers import TieredStore
+from shared.codec import decode, encode
 from shared.engine.base import StepEngine
+from shared.errors import BusError, RequestError
+from shared.messages import Drop, Dropped
 from shared.subjects import Subjects
 
 HOST_POLL_S = 0.005
@@ -42,6 +46,9 @@ class PrefixCache:
         host: HostStore | None = None,
     ) -> None:
         identity = engine.identity
+        self._bus = bus
+        self._subjects = subjects
+        self._worker = worker
         self.stream = block_stream(subjects, cache_bytes)
         self._engine = engine
         self._allocator = allocator
@@ -58,11 +65,15 @@ class PrefixCache:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Of store and follower, for the beat."""
-        return {f"cache_{name}": n for name, n in {**self._store.counters, **self._follower.counters}.items() if n}
+        """Of all tiers and the follower, for the beat: `cache_host_` the host tier's, `cache_pool_` the pool's."""
+        pool = self._allocator.counters
+        mine = {"pool_hit": pool.hits, "pool_evicted": pool.evictions}
+        counts = {**self._store.counters, **self._follower.counters, **mine}
+        return {f"cache_{name}": n for name, n in counts.items() if n}
 
     async def start(self) -> None:
         """Raises ConfigError if the cache's stream exists with another configuration."""
+        await self._bus.subscribe(self._subjects.drop, self._on_drop)
         await self._follower.start()
         if self._host is not None and (trouble := await self._host.open()):
             log.warning("no host tier: blocks are shared through NATS alone", reason=trouble)
@@ -70,6 +81,33 @@ class PrefixCache:
     async def close(self) -> None:
         await self._follower.close()
         await self._store.close()
+
+    # Operators' orders
+
+    async def _on_drop(self, message: Incoming) -> None:
+        try:
+            scope = decode(message.data, Drop).scope
+        except RequestError as error:
+            log.warning("bad order to drop blocks", error=str(error))
+            return
+        done = await self.drop(scope)
+        log.info("blocks dropped", scope=scope or "all", pool=done.pool_blocks, host=done.host_blocks)
+        if message.reply:
+            with suppress(BusError):
+                await self._bus.publish(message.reply, encode(done))
+
+    async def drop(self, scope: str | None) -> Dropped:
+        """Forget what pool and host tier hold, and what is known of the stream, which whoever orders this purges.
+
+        What is in use goes on, and is not found by anybody else. Pool and host tier do not know scopes apart and
+        forget all: what others may still have comes back from the stream.
+        """
+        for publisher in self._publishers:
+            publisher.forget(scope)
+        pool = self._allocator.forget()
+        host = await self._host.drop() if self._host is not None else 0
+        await self._follower.restart()
+        return Dropped(worker=self._worker, pool_blocks=pool, host_blocks=host)
 
     # Reading
 

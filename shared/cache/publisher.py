@@ -35,6 +35,7 @@ class BlockPublisher:
         self._read_block = read_block
         self._producer = producer
         self._pending: dict[bytes, tuple[BlockMeta, int]] = {}
+        self._storing: set[bytes] = set()
         self._changed = anyio.Event()
         self.skipped = 0
 
@@ -56,13 +57,23 @@ class BlockPublisher:
             if not batch:
                 await changed.wait()
                 continue
+            self._storing = {meta.name for meta, _ in batch}
             try:
                 await self._store.put([(meta, self._read_block(block)) for meta, block in batch])
             finally:
-                for meta, block in batch:
-                    del self._pending[meta.name]
-                    self._allocator.release([block])
-                self._notify()
+                self._storing = set()
+                self._end(batch)
+
+    def forget(self, scope: str | None) -> None:
+        """Do not store what waits, of this scope or of all; what is on its way just now still is."""
+        waiting = [entry for name, entry in self._pending.items() if name not in self._storing]
+        self._end([(meta, block) for meta, block in waiting if scope in (None, meta.scope)])
+
+    def _end(self, entries: Sequence[tuple[BlockMeta, int]]) -> None:
+        for meta, block in entries:
+            del self._pending[meta.name]
+            self._allocator.release([block])
+        self._notify()
 
     async def settled(self, names: Sequence[bytes]) -> None:
         """Returns when none of these blocks waits to be stored any more."""

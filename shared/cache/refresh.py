@@ -79,7 +79,7 @@ class Refresher:
         """Blocking. Numbers of parts written; the others were written by somebody else, or the bus is gone."""
         parts = frames.encode(block.meta, memoryview(block.payload), self._identity, self._part_bytes)
         items = [
-            Item(self._subjects.block(block.meta.name, part), parts[part], sequence)
+            Item(self._subjects.block(block.meta.name, part, block.meta.scope), parts[part], sequence)
             for part, sequence in block.sequences.items()
         ]
         return sum(isinstance(result, int) for result in link.put(items, deadline))

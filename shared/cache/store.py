@@ -83,4 +83,4 @@ def block_stream(subjects: Subjects, max_bytes: int) -> StreamSpec:
 
 def index_for(bus: Bus, identity: Identity) -> PrefixIndex:
     """An empty index for blocks of this identity on this (connected) bus."""
-    return PrefixIndex(frames.part_count(identity.block_bytes, frames.part_bytes_for(bus.max_payload)))
+    return PrefixIndex(frames.part_count(identity.block_bytes, frames.part_bytes_for(bus.max_payload, identity)))

@@ -55,7 +55,7 @@ class StreamBlockStore:
         self._subjects = subjects
         self._identity = identity
         self._index = index
-        self._part_bytes = frames.part_bytes_for(bus.max_payload)
+        self._part_bytes = frames.part_bytes_for(bus.max_payload, identity)
         self._parts = frames.part_count(identity.block_bytes, self._part_bytes)
         if index.parts != self._parts:
             raise ConfigError(f"blocks have {self._parts} parts under this max_payload, the index counts {index.parts}")
@@ -105,7 +105,7 @@ class StreamBlockStore:
     ) -> None:
         """Blocking, in a thread."""
         left = [
-            (put, Item(self._subjects.block(put.meta.name, part), frame, expected[put.meta.name, part]))
+            (put, Item(self._subjects.block(put.meta.name, part, put.meta.scope), frame, expected[put.meta.name, part]))
             for put in batch
             for part, frame in enumerate(frames.encode(put.meta, put.payload, self._identity, self._part_bytes))
         ]

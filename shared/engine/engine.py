@@ -37,7 +37,11 @@ class Engine:
         self._model = model
         self.info = info
         self.identity = Identity(
-            fingerprint=info.fingerprint, codec=codec.name, block_size=info.block_size, block_bytes=info.block_bytes
+            fingerprint=info.fingerprint,
+            codec=codec.name,
+            block_size=info.block_size,
+            block_bytes=info.block_bytes,
+            layers=len(model.shapes),
         )
         tails = Tails.of(codec, info.slots, lookahead, info.block_size)
         self._book = TailBook(tails.ring, info.block_size) if tails.ring else None

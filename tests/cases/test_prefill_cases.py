@@ -13,6 +13,7 @@ from services.prefill.service import PrefillWorker
 from shared.codec import encode
 from shared.messages import PrefillJob
 from shared.subjects import Subjects
+from shared.tenants import request_key
 from tests.fake_engine import FakeEngine, completion
 from tests.fleet_rig import MODEL, FleetRig
 
@@ -28,7 +29,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 async def queue_job(rig: FleetRig, request_id: str, seed: int, length: int = 40) -> None:
     job = PrefillJob(
-        request_id=request_id,
+        request=request_key("default", request_id),
         tenant="default",
         fingerprint="fake-weights",
         token_ids=prompt(length, seed),

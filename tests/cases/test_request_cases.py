@@ -323,7 +323,7 @@ class TestHostileMessages:
             async def on_event(message: Incoming) -> None:
                 answer.set_result(decode_event(message.data))
 
-            for subject in (SUBJECTS.refused, SUBJECTS.events("x")):
+            for subject in (SUBJECTS.refused(), SUBJECTS.events("x")):
                 await bus.subscribe(subject, on_event)
             await bus.publish(SUBJECTS.request("normal"), data)
             event = await asyncio.wait_for(answer, 5)

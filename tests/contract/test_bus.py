@@ -13,9 +13,12 @@ import anyio.lowlevel
 import pytest
 
 from shared.bus.base import Bus, ConsumerSpec, Handler, Incoming, Stored, StreamSpec, StreamState
+from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.errors import (
     BusDisconnected,
+    BusError,
     ConfigError,
+    InvalidField,
     SequenceConflict,
     StreamFull,
     StreamMissing,
@@ -43,7 +46,7 @@ async def queue(bus: Bus, world: World, **options: Any) -> tuple[str, str, str]:
     """A work queue in a file with one consumer; returns (stream, consumer, subject)."""
     name, subject = f"{world.name}-Q", f"{world.name}.q.jobs"
     await bus.ensure_stream(StreamSpec(name, (f"{world.name}.q.>",), "workqueue", "file", "new"))
-    await bus.ensure_consumer(replace(ConsumerSpec(name, "work", f"{world.name}.q.*", ack_wait=5), **options))
+    await bus.ensure_consumer(replace(ConsumerSpec(name, "work", (f"{world.name}.q.*",), ack_wait=5), **options))
     return name, "work", subject
 
 
@@ -183,6 +186,12 @@ class TestCore:
         assert bus.counters["reconnects"] == 0
         assert (await bus.stream_state(name)).messages == 1
 
+    async def test_without_credentials_nobody_is_authenticated(self, bus: Bus) -> None:
+        assert not bus.authenticated
+
+    async def test_a_broker_in_memory_may_be_one_that_asks_for_credentials(self) -> None:
+        assert MemoryBus(MemoryBroker(authenticated=True)).authenticated
+
     async def test_a_closed_bus_refuses_everything(self, bus: Bus, world: World) -> None:
         name, consumer, subject = await queue(bus, world)
         await bus.close()
@@ -204,7 +213,9 @@ async def refuses_everything(bus: Bus, name: str, consumer: str, subject: str) -
         bus.stream_of(subject),
         bus.follow(name, subject, lambda _: None),
         bus.ensure_stream(StreamSpec("X", ("x",))),
-        bus.ensure_consumer(ConsumerSpec(name, "x", "x")),
+        bus.ensure_consumer(ConsumerSpec(name, "x", ("x",))),
+        bus.subject_counts(name, ">"),
+        bus.purge(name, ">"),
     ):
         start = time.monotonic()
         with pytest.raises(BusDisconnected):
@@ -217,7 +228,7 @@ class TestStreams:
         spec = StreamSpec(f"{world.name}-S", (f"{world.name}.s.>", f"{world.name}.r"), max_bytes=10_000, max_age=60)
         await asyncio.gather(*(b.ensure_stream(spec) for b in (bus, other, bus, other)))
         await bus.ensure_stream(spec)
-        consumer = ConsumerSpec(f"{world.name}-Q", "work", f"{world.name}.q.*")
+        consumer = ConsumerSpec(f"{world.name}-Q", "work", (f"{world.name}.q.*",))
         await queue(bus, world)
         await asyncio.gather(*(b.ensure_consumer(replace(consumer, ack_wait=5)) for b in (bus, other)))
 
@@ -233,9 +244,24 @@ class TestStreams:
     async def test_a_consumer_that_differs_is_a_config_error(self, bus: Bus, world: World) -> None:
         name, consumer, _ = await queue(bus, world)
         with pytest.raises(ConfigError, match="ack_wait is 5") as caught:
-            await bus.ensure_consumer(ConsumerSpec(name, consumer, f"{world.name}.q.*", ack_wait=7, max_deliver=3))
+            await bus.ensure_consumer(ConsumerSpec(name, consumer, (f"{world.name}.q.*",), ack_wait=7, max_deliver=3))
         assert "max_deliver is -1, expected 3" in caught.value.message
         assert name in caught.value.message
+
+    async def test_the_filters_of_a_consumer_are_compared_whatever_their_order(self, bus: Bus, world: World) -> None:
+        name, consumer, _ = await queue(bus, world)
+        await bus.ensure_consumer(ConsumerSpec(name, consumer, (f"{world.name}.q.*",)))
+        wider = ConsumerSpec(name, consumer, (f"{world.name}.q.*", f"{world.name}.q.x.*"))
+        with pytest.raises(ConfigError, match="filter_subjects is"):
+            await bus.ensure_consumer(wider)
+        two = ConsumerSpec(name, "two", (f"{world.name}.q.y.*", f"{world.name}.q.x.*"))
+        await bus.ensure_consumer(two)
+        await bus.ensure_consumer(replace(two, filter_subjects=two.filter_subjects[::-1]))
+        with pytest.raises(ConfigError, match="filter_subjects is"):
+            await bus.ensure_consumer(replace(two, filter_subjects=two.filter_subjects[:1]))
+        for bad in ((f"{world.name}.q.z.*", f"{world.name}.q.z.a"), ()):
+            with pytest.raises(ConfigError):
+                await bus.ensure_consumer(ConsumerSpec(name, "bad", bad))
 
     async def test_overlapping_subjects_are_a_config_error(self, bus: Bus, world: World) -> None:
         await stream(bus, world)
@@ -244,7 +270,7 @@ class TestStreams:
 
     async def test_a_consumer_needs_its_stream(self, bus: Bus, world: World) -> None:
         with pytest.raises(StreamMissing):
-            await bus.ensure_consumer(ConsumerSpec(f"{world.name}-none", "work", "a"))
+            await bus.ensure_consumer(ConsumerSpec(f"{world.name}-none", "work", ("a",)))
 
     async def test_append_stores_and_subscribers_hear_it(self, bus: Bus, other: Bus, world: World) -> None:
         name = await stream(bus, world)
@@ -324,6 +350,37 @@ class TestStreams:
             await bus.append(f"{world.name}.s.a", data)
         assert [m.data for m in await bus.read(name, f"{world.name}.s.a")] == [b"new"]
         assert (await bus.stream_state(name)).first_seq == 2
+
+    async def test_messages_are_counted_by_subject(self, bus: Bus, other: Bus, world: World) -> None:
+        name = await stream(bus, world)
+        assert await bus.subject_counts(name, ">") == {}
+        for subject in ("a.x", "b.x", "a.y", "a.x", "a"):
+            await bus.append(f"{world.name}.s.{subject}", b"")
+        under = f"{world.name}.s"
+        assert await other.subject_counts(name, f"{under}.a.*") == {f"{under}.a.x": 2, f"{under}.a.y": 1}
+        assert await other.subject_counts(name, f"{under}.*.x") == {f"{under}.a.x": 2, f"{under}.b.x": 1}
+        assert await other.subject_counts(name, f"{under}.a") == {f"{under}.a": 1}
+        assert sum((await other.subject_counts(name, f"{under}.>")).values()) == 5
+        assert await other.subject_counts(name, f"{under}.none") == {}
+        with pytest.raises(StreamMissing, match=f"{world.name}-none"):
+            await bus.subject_counts(f"{world.name}-none", ">")
+        with pytest.raises(BusError, match="empty"):
+            await bus.subject_counts(name, "")
+
+    async def test_purge_removes_what_matches(self, bus: Bus, other: Bus, world: World) -> None:
+        name = await stream(bus, world)
+        for subject in ("a.x", "b.x", "a.y", "a.x"):
+            await bus.append(f"{world.name}.s.{subject}", b"")
+        assert await other.purge(name, f"{world.name}.s.a.*") == 3
+        assert await bus.subject_counts(name, ">") == {f"{world.name}.s.b.x": 1}
+        assert await bus.get_many(name, [f"{world.name}.s.a.x"]) == {}
+        assert await other.purge(name, f"{world.name}.s.a.*") == 0
+        assert await bus.append(f"{world.name}.s.a.x", b"again", expect_last=0) == 5
+        with pytest.raises(StreamMissing, match=f"{world.name}-none"):
+            await bus.purge(f"{world.name}-none", ">")
+        with pytest.raises(BusError, match="empty"):
+            await bus.purge(name, "")  # which NATS takes for everything
+        assert (await bus.stream_state(name)).messages == 2
 
     async def test_messages_age_out(self, bus: Bus, world: World) -> None:
         name = await stream(bus, world, max_age=0.3)
@@ -579,12 +636,91 @@ class TestQueues:
     async def test_consumers_divide_a_queue_by_subject(self, bus: Bus, world: World) -> None:
         name, _, _ = await queue(bus, world)
         with pytest.raises(ConfigError):
-            await bus.ensure_consumer(ConsumerSpec(name, "overlapping", f"{world.name}.q.a"))
-        await bus.ensure_consumer(ConsumerSpec(name, "deeper", f"{world.name}.q.*.x"))
+            await bus.ensure_consumer(ConsumerSpec(name, "overlapping", (f"{world.name}.q.a",)))
+        await bus.ensure_consumer(ConsumerSpec(name, "deeper", (f"{world.name}.q.*.x",)))
         await bus.append(f"{world.name}.q.a.x", b"deep")
         await bus.append(f"{world.name}.q.a", b"flat")
         assert [j.data for j in await bus.pull(name, "deeper", 5, 1)] == [b"deep"]
         assert [j.data for j in await bus.pull(name, "work", 5, 1)] == [b"flat"]
+
+    async def test_one_consumer_takes_several_subjects(self, bus: Bus, world: World) -> None:
+        name, _, _ = await queue(bus, world)
+        with pytest.raises(ConfigError):
+            await bus.ensure_consumer(ConsumerSpec(name, "bad", (f"{world.name}.q.x.*", f"{world.name}.q.a")))
+        await bus.ensure_consumer(ConsumerSpec(name, "two", (f"{world.name}.q.x.*", f"{world.name}.q.y.*")))
+        for subject in ("x.1", "z.1", "y.1", "a", "x.2"):
+            await bus.append(f"{world.name}.q.{subject}", subject.encode())
+        assert [j.data for j in await bus.pull(name, "two", 5, 1)] == [b"x.1", b"y.1", b"x.2"]
+        assert [j.data for j in await bus.pull(name, "work", 5, 1)] == [b"a"]
+
+    async def test_a_purged_job_is_gone(self, bus: Bus, world: World) -> None:
+        name, consumer, subject = await queue(bus, world, ack_wait=30, max_ack_pending=2)
+        for i in range(3):
+            await bus.append(subject, b"%d" % i)
+        assert len(await bus.pull(name, consumer, 3, 0)) == 2
+        assert await bus.purge(name, f"{world.name}.q.*") == 3
+        assert await bus.pull(name, consumer, 3, 0.1) == []
+        await bus.append(subject, b"new")  # what was purged counts no more towards what is out
+        assert [j.data for j in await bus.pull(name, consumer, 3, 1)] == [b"new"]
+
+    async def test_an_adopted_job_is_the_same_job(self, bus: Bus, other: Bus, world: World) -> None:
+        name, consumer, subject = await queue(bus, world, ack_wait=0.4)
+        await bus.append(subject, b"work", headers={"K": "v"})
+        [job] = await bus.pull(name, consumer, 1, 1)
+        await job.nak()
+        [job] = await bus.pull(name, consumer, 1, 1)
+        adopted = other.adopt(name, job.handle, job.subject, job.data, job.headers)
+        for field in ("handle", "subject", "data", "headers", "seq", "delivered", "stamp"):
+            assert getattr(adopted, field) == getattr(job, field)
+        assert adopted.delivered == 2
+        assert job.age <= adopted.age < job.age + 1
+        for _ in range(4):
+            assert await bus.pull(name, consumer, 1, 0.2) == []
+            await adopted.hold()
+        await adopted.nak()
+        [again] = await bus.pull(name, consumer, 1, 1)
+        assert again.delivered == 3
+        await other.adopt(name, again.handle, again.subject, again.data, again.headers).ack()
+        assert await bus.pull(name, consumer, 1, 0.6) == []
+        assert (await bus.stream_state(name)).messages == 0
+
+    async def test_an_adopted_job_can_be_ended(self, bus: Bus, other: Bus, world: World) -> None:
+        name, consumer, subject = await queue(bus, world, ack_wait=0.2)
+        await bus.append(subject, b"work")
+        [job] = await bus.pull(name, consumer, 1, 1)
+        await bus.close()  # the worker that pulled it is gone
+        await other.adopt(name, job.handle, job.subject, job.data, job.headers).term()
+        assert await other.pull(name, consumer, 1, 0.35) == []
+        assert (await other.stream_state(name)).messages == 0
+
+    async def test_only_handles_of_the_stream_are_adopted(self, bus: Bus, world: World) -> None:
+        name, consumer, subject = await queue(bus, world)
+        await bus.append(subject, b"work")
+        [job] = await bus.pull(name, consumer, 1, 1)
+        tokens = job.handle.split(".")
+        assert tokens[2:5] == [name, consumer, "1"]
+        bad = [
+            "",
+            subject,
+            job.handle + ".x",
+            job.handle + "\n",
+            " " + job.handle,
+            job.handle.replace(consumer, "*"),
+            job.handle.replace(consumer, "wo rk"),
+            ".".join([*tokens[:-1], ">"]),
+            ".".join([*tokens[:5], "-1", *tokens[6:]]),
+            ".".join([*tokens[:5], "1_0", *tokens[6:]]),
+            ".".join([*tokens[:5], "0", *tokens[6:]]),
+            ".".join(["$JS", "API", *tokens[2:]]),
+            ".".join(["$JS.ACK", f"{name}2", *tokens[3:]]),
+            ".".join(["$JS.ACK", name, *tokens[2:]]),
+        ]
+        for handle in bad:
+            with pytest.raises(InvalidField) as caught:
+                bus.adopt(name, handle, subject, b"", {})
+            assert caught.value.field == "handle"
+        with pytest.raises(InvalidField):
+            bus.adopt(f"{name}2", job.handle, subject, b"", {})
 
     async def test_a_cancelled_pull_loses_no_job(self, bus: Bus, world: World) -> None:
         name, consumer, subject = await queue(bus, world)
@@ -659,6 +795,7 @@ class TestFaults:
 
         bus.on_reconnect(broken)
         bus.on_reconnect(reconnected)
+        await anyio.sleep(0.15)  # the server writes down what it delivered a moment later
         await world.outage()
         await world.recovery()
         await eventually(lambda: back == [2])

@@ -58,7 +58,7 @@ async def test_typed_event(stack: Fleet, name: str) -> None:
 
 
 async def test_a_pickle_is_refused_where_no_id_can_be_read(stack: Fleet) -> None:
-    event = await first_event(stack, Subjects(stack.model).refused, pickle.dumps({"id": "x", "prompt": "y"}))
+    event = await first_event(stack, Subjects(stack.model).refused(), pickle.dumps({"id": "x", "prompt": "y"}))
     assert (event["type"], event["code"]) == ("failed", "bad_message")
 
 

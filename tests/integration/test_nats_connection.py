@@ -15,7 +15,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from shared.bus import nats_client, nats_connection
+from shared.bus import nats_client, nats_receivers
 from shared.bus.base import Incoming
 from shared.bus.embedded import EmbeddedNats, find_server
 from shared.bus.nats import NatsBus
@@ -138,7 +138,7 @@ async def test_a_connection_that_the_server_ends_is_made_anew(server: EmbeddedNa
 
 
 async def test_dropped_messages_are_counted(server: EmbeddedNats, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nats_connection, "MAX_PENDING_MESSAGES", 100)
+    monkeypatch.setattr(nats_receivers, "MAX_PENDING_MESSAGES", 100)
     bus = await NatsBus.connect(server.url, name="slow", wait=5)
     sender = await NatsBus.connect(server.url, name="fast", wait=5)
     release = anyio.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -99,11 +100,11 @@ async def test_losing_the_race_to_create_is_no_error_unless_the_winner_differs(
     bus: NatsBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = StreamSpec("RACED", ("raced.*",), "workqueue", "file", "new")
-    consumer = ConsumerSpec("RACED", "work", "raced.*")
+    consumer = ConsumerSpec("RACED", "work", ("raced.*",))
     config = nats_api._stream_config(spec) | {"description": "by another hand"}
     await bus._api.ask("STREAM.CREATE.RACED", config)
     config = nats_api._consumer_config(consumer) | {"description": "by another hand"}
-    await bus._api.ask("CONSUMER.CREATE.RACED.work.raced.*", {"stream_name": "RACED", "config": config})
+    await bus._api.ask("CONSUMER.CREATE.RACED.work", {"stream_name": "RACED", "config": config})
 
     def hide_once(name: str) -> None:
         real = getattr(Api, name)
@@ -239,13 +240,62 @@ async def test_a_follower_reads_ten_thousand_names_quickly(bus: NatsBus) -> None
     assert len(seen) >= 10_000
 
 
+def feed(server: EmbeddedNats, prefix: str, count: int) -> None:
+    """An empty message on each of `count` subjects, at the speed of a bare socket."""
+    with socket.create_connection((server.host, server.port), timeout=10) as connection:
+        answers = connection.makefile("rb")
+        answers.readline()
+        connection.sendall(b'CONNECT {"verbose":false}\r\n')
+        for first in range(0, count, 500):  # each lot is handled before the next, or the stream's queue would overrun
+            lot = range(first, min(first + 500, count))
+            connection.sendall(b"".join(f"PUB {prefix}.{i} 0\r\n\r\n".encode() for i in lot) + b"PING\r\n")
+            while not answers.readline().startswith(b"PONG"):
+                pass
+
+
+async def test_more_subjects_than_the_server_tells_at_once_are_counted(server: EmbeddedNats, bus: NatsBus) -> None:
+    await bus.ensure_stream(StreamSpec("COUNTED", ("counted.>",)))
+    await asyncio.to_thread(feed, server, "counted.a", 100_500)  # it tells 100,000
+    await asyncio.to_thread(feed, server, "counted.b", 3)
+    await bus.append("counted.b.0", b"")
+    messages = (await bus.stream_state("COUNTED")).messages
+    counts = await bus.subject_counts("COUNTED", "counted.a.*")
+    assert len(counts) == messages - 4 > 100_000
+    assert set(counts.values()) == {1}
+    assert await bus.subject_counts("COUNTED", "counted.b.*") == {"counted.b.0": 2, "counted.b.1": 1, "counted.b.2": 1}
+    assert await bus.purge("COUNTED", "counted.a.*") == messages - 4
+    assert sum((await bus.subject_counts("COUNTED", ">")).values()) == 4
+
+
+async def test_a_consumer_made_with_a_single_filter_field_is_the_same_consumer(bus: NatsBus) -> None:
+    await bus.ensure_stream(StreamSpec("SINGLE", ("single.>",), "workqueue", "file", "new"))
+    spec = ConsumerSpec("SINGLE", "work", ("single.a",))
+    config = nats_api._consumer_config(spec)
+    config["filter_subject"] = config.pop("filter_subjects")[0]
+    await bus._api.ask("CONSUMER.CREATE.SINGLE.work", {"stream_name": "SINGLE", "config": config})
+    assert "filter_subject" in await bus._api.consumer("SINGLE", "work")
+    await bus.ensure_consumer(spec)
+    with pytest.raises(ConfigError, match="filter_subjects is"):
+        await bus.ensure_consumer(replace(spec, filter_subjects=("single.b",)))
+
+
 async def test_pulls_leave_no_inbox_behind(bus: NatsBus) -> None:
     await bus.ensure_stream(StreamSpec("PULLED", ("pulled.*",), "workqueue", "file", "new"))
-    await bus.ensure_consumer(ConsumerSpec("PULLED", "work", "pulled.*"))
+    await bus.ensure_consumer(ConsumerSpec("PULLED", "work", ("pulled.*",)))
     for i in range(20):
         pull = asyncio.create_task(bus.pull("PULLED", "work", 1, 30))
         await asyncio.sleep(0.002 * (i % 3))
         pull.cancel()
     await bus.append("pulled.a", b"")
     await asyncio.gather(*(bus.pull("PULLED", "work", 1, 1) for _ in range(3)))
-    await eventually(lambda: len(bus._connection._raw) <= 4)  # one for requests, one for each pull at a time
+    await eventually(lambda: len(bus._connection._receivers) <= 4)  # one for requests, one for each pull at a time
+
+
+async def test_two_at_once_where_there_is_room_for_one(server: EmbeddedNats, bus: NatsBus) -> None:
+    """Who is later finds the stream that the other has made."""
+    other = await NatsBus.connect(server.url, name="other", wait=5)
+    spec = StreamSpec("TIGHT", ("tight.*",), max_bytes=200 * MiB)
+    for _ in range(5):
+        await asyncio.gather(bus.ensure_stream(spec), other.ensure_stream(spec))
+        await Api(bus._connection).ask("STREAM.DELETE.TIGHT")
+    await other.close()

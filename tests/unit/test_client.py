@@ -284,7 +284,7 @@ async def test_lost_for_good_is_an_error_and_not_a_shorter_text(
             await bus.publish(Subjects("fake").events("r1"), encode(end))
 
         fake.stop()
-        await bus.subscribe(Subjects("fake").requests, on_request)
+        await bus.subscribe(Subjects("fake").requests[0], on_request)
         with pytest.raises(Unavailable, match="lost"):
             async for _ in stream:
                 pass
@@ -302,7 +302,7 @@ async def test_a_worker_that_fails_a_request_raises_its_error(broker: MemoryBrok
 
     async with FakeDecode(MemoryBus(broker)) as fake:
         fake.stop()
-        await bus.subscribe(Subjects("fake").requests, refuse)
+        await bus.subscribe(Subjects("fake").requests[0], refuse)
         with pytest.raises(TrineError, match="too long") as caught:
             await client.generate(TEXT, id="r1")
     assert (caught.value.code, caught.value.field) == ("context_length_exceeded", "prompt")

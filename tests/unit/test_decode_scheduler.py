@@ -9,12 +9,13 @@ import pytest
 from services.decode.scheduler import DecodeScheduler, accepted_count
 from services.decode.sequence import AGEING_PLANS, NO_SLOT, Sequence
 from shared.cache.blocks import BlockAllocator
+from shared.cache.naming import Lineage
 from shared.errors import ContextLengthExceeded
 from shared.lifecycle import Phase
 from shared.messages import Sampling
 from tests.fake_engine import FakeEngine, completion
 
-ROOT = b"r" * 32
+LINEAGE = Lineage(b"r" * 32, "default")
 
 
 class Rig:
@@ -33,7 +34,7 @@ class Rig:
         self.answers: dict[str, list[int]] = {}
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, priority: int = 1) -> Sequence:
-        sequence = Sequence(name, list(prompt), len(prompt), ROOT, max_tokens, Sampling(), 0, priority)
+        sequence = Sequence(name, list(prompt), len(prompt), LINEAGE, max_tokens, Sampling(), 0, priority)
         self.scheduler.submit(sequence)
         self.answers[name] = []
         return sequence

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Sequence, Work
 from shared.cache.blocks import BlockAllocator
+from shared.cache.naming import Lineage
 from shared.errors import ContextLengthExceeded
 from shared.lifecycle import Phase
 from shared.messages import Sampling
 from tests.fake_engine import completion
 from tests.sealed_engine import SealedEngine
 
-ROOT = b"r" * 32
+LINEAGE = Lineage(b"r" * 32, "default")
 CONTEXT = 96
 FAMILIES = [[(7 * n + 13 * family) % 1000 for n in range(CONTEXT)] for family in range(2)]
 
@@ -89,7 +90,7 @@ class World:
         tail = [rng.randrange(1000) for _ in range(rng.randrange(16) if n % 4 else 0)]
         prompt = FAMILIES[n % 2][: rng.randrange(1, 30)] + tail
         most = rng.randrange(1, 50)
-        sequence = Sequence(f"s{len(self.sequences)}", prompt, len(prompt), ROOT, most, Sampling(), 0, n % 3)
+        sequence = Sequence(f"s{len(self.sequences)}", prompt, len(prompt), LINEAGE, most, Sampling(), 0, n % 3)
         fits = math.ceil((len(prompt) + sequence.max_tokens - 1) / self.shape.block_size) <= self.shape.blocks
         try:
             self.scheduler.submit(sequence)

@@ -14,6 +14,7 @@ from services.drafter.sessions import Session, SessionTable
 from services.drafter.sources.base import Wish
 from services.drafter.sources.lookup import Lookup
 from services.drafter.sources.model import ModelSource, common_prefix
+from shared.cache.naming import Lineage
 from shared.lifecycle import Phase
 from shared.messages import Draft, Sampling
 from tests.fake_engine import FakeEngine, completion
@@ -24,7 +25,7 @@ def wish(session: Session, k: int = 4) -> Wish:
 
 
 def sequence(tokens: list[int], max_tokens: int = 50, name: str = "s") -> Sequence:
-    made = Sequence(name, list(tokens), len(tokens), b"r" * 32, max_tokens, Sampling(), 7)
+    made = Sequence(name, list(tokens), len(tokens), Lineage(b"r" * 32, "default"), max_tokens, Sampling(), 7)
     made.phase = Phase.READY
     made.computed = len(tokens) - 1
     return made

@@ -58,12 +58,13 @@ class Desk:
         await self.bus.ensure_stream(event_stream(SUBJECTS))
 
     async def history(self, request: int = MINE) -> History:
-        return await read_history(self.bus, SUBJECTS, "r", request)
+        return await read_history(self.bus, SUBJECTS.event_stream, SUBJECTS.events("r"), request)
 
     def writer(self, attempt: int = 1, history: History | None = None, request: int = MINE) -> EventWriter:
         return EventWriter(
             self.bus,
-            SUBJECTS,
+            SUBJECTS.event_stream,
+            SUBJECTS.events("r"),
             "r",
             request,
             attempt=attempt,

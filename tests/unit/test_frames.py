@@ -32,9 +32,9 @@ def wire(meta: BlockMeta = META, payload: memoryview = PAYLOAD, part_bytes: int 
 def pack(body: bytes = bytes(PAYLOAD), **changes: object) -> bytes:
     """A frame with the right header but for `changes`; a value of None leaves the field out."""
     header = {
-        "v": 1, "name": META.name, "parent": META.parent, "tokens": naming.pack_tokens(META.token_ids), "codec": "int8",
+        "v": 2, "name": META.name, "parent": META.parent, "tokens": naming.pack_tokens(META.token_ids), "codec": "int8",
         "block_bytes": 1000, "part": 0, "parts": 1, "offset": 0, "length": len(body),
-        "digest": hashlib.sha256(body).digest(), "producer": "",
+        "digest": hashlib.sha256(body).digest(), "producer": "", "scope": "default",
     } | changes  # fmt: skip
     packed = msgpack.packb({key: value for key, value in header.items() if value is not None})
     prefix = struct.pack("<4sI", b"TRKV", len(packed)) + packed
@@ -115,7 +115,7 @@ def test_garbage_is_a_frame_error_and_nothing_else(data):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"v": 2},
+        {"v": 1},
         {"v": True},
         {"v": None},
         {"name": b"short"},
@@ -128,6 +128,8 @@ def test_garbage_is_a_frame_error_and_nothing_else(data):
         {"codec": None},
         {"extra": 1},
         {"producer": "p" * 129},
+        {"scope": "s" * 129},
+        {"scope": None},
         {"block_bytes": 0},
         {"block_bytes": -1},
         {"block_bytes": 2**40},
@@ -278,13 +280,29 @@ def test_the_largest_possible_header_fits():
     ],
 )
 def test_parts_fit_the_servers_max_payload(max_payload, expected):
-    assert frames.part_bytes_for(max_payload) == expected
+    identity = IDENTITY.model_copy(update={"block_bytes": 8 << 20})
+    assert frames.part_bytes_for(max_payload, identity) == expected
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "layers", "expected"),
+    [
+        (737_280, 30, 21 * 24_576),  # SmolLM2 in fp32: 21 layers and 9
+        (737_280 - 16, 30, 512 << 10),  # layers of different sizes
+        (30 << 20, 30, 512 << 10),  # a layer does not fit
+        (30 << 19, 30, 512 << 10),
+        (1000, 10, (512 << 10) // 100 * 100),
+    ],
+)
+def test_parts_are_whole_layers(block_bytes, layers, expected):
+    identity = IDENTITY.model_copy(update={"block_bytes": block_bytes, "layers": layers})
+    assert frames.part_bytes_for(1 << 20, identity) == expected
 
 
 @pytest.mark.parametrize("max_payload", [0, 4096, 12 << 10])
 def test_a_max_payload_too_small_for_any_frame_is_a_config_error(max_payload):
     with pytest.raises(ConfigError, match="max_payload"):
-        frames.part_bytes_for(max_payload)
+        frames.part_bytes_for(max_payload, IDENTITY)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shared.cache import frames, host_files, host_room, naming
-from shared.cache.checksum import ROW, checksum
+from shared.cache.checksum import ROW, checksum, sums
 from shared.cache.frames import BlockMeta
 from shared.cache.host import HostBlocks, Usage
 from shared.cache.host_files import BURST_BITS, Entry, victims
@@ -61,7 +62,7 @@ def put(host: HostBlocks, *metas: BlockMeta) -> None:
 def read(host: HostBlocks, meta: BlockMeta) -> bool:
     """Whether the block was there; if so, it was right."""
     dest = bytearray(BLOCK)
-    found = host.get(meta, memoryview(dest))
+    (found,) = host.get([(meta, memoryview(dest))])
     assert found is None or dest == payload(meta), "wrong bytes were passed off as a block"
     return found is not None
 
@@ -75,8 +76,7 @@ def test_one_reads_what_another_wrote(folder):
         put(writer, *METAS[:3])
         put(reader, METAS[0])
         pool = bytearray(3 * BLOCK + 7)
-        frame = reader.get(METAS[1], memoryview(pool)[7 + BLOCK : 7 + 2 * BLOCK])
-        assert frame is not None and frame.producer == "worker-1"
+        assert reader.get([(METAS[1], memoryview(pool)[7 + BLOCK : 7 + 2 * BLOCK])]) == ["worker-1"]
         assert pool == bytes(7 + BLOCK) + payload(METAS[1]) + bytes(BLOCK), "the block's place and nothing else"
         assert not read(reader, METAS[3])
         assert reader.has(METAS[2].name) and not reader.has(METAS[3].name)
@@ -96,7 +96,7 @@ def test_blocks_larger_than_a_part_on_the_wire_stay_whole(folder):
     with opened(folder, identity=identity) as host:
         assert host.put(METAS[0], memoryview(data))
         dest = bytearray(len(data))
-        assert host.get(METAS[0], memoryview(dest)) and dest == data
+        assert host.get([(METAS[0], memoryview(dest))]) == ["worker-1"] and dest == data
 
 
 def test_several_models_share_a_folder(folder):
@@ -105,7 +105,7 @@ def test_several_models_share_a_folder(folder):
     with opened(folder) as one, opened(folder, identity=other) as two:
         put(one, METAS[0])
         assert two.put(meta, memoryview(bytes(20)))
-        assert two.get(meta, memoryview(bytearray(20))) and read(one, METAS[0])
+        assert two.get([(meta, memoryview(bytearray(20)))]) == [""] and read(one, METAS[0])
         assert one.usage() == Usage(2, PAGES + 4096)
 
 
@@ -119,7 +119,9 @@ def test_contradictions_are_bugs_and_raised(folder, host):
     with pytest.raises(FrameError):
         host.put(METAS[0], memoryview(bytes(BLOCK - 1)))
     with pytest.raises(FrameError):
-        host.get(METAS[0], memoryview(bytearray(BLOCK + 1)))
+        host.get([(METAS[0], memoryview(bytearray(BLOCK + 1)))])
+    with pytest.raises(FrameError):
+        host.put(replace(METAS[0], parent=METAS[1].name), payload(METAS[0]))
     with pytest.raises(ConfigError):
         HostBlocks(folder, IDENTITY.model_copy(update={"block_bytes": 0}), 1 << 20)
 
@@ -194,18 +196,22 @@ def test_a_block_is_what_its_parent_and_tokens_say(host):
     assert not read(host, replace(METAS[0], token_ids=(9, 9, 9, 9)))
 
 
+def checked(data: bytes | bytearray) -> bytes:
+    return checksum(b"", sums(memoryview(data)))
+
+
 def changed(change: Callable[[bytearray], None]) -> bytes:
     data = bytearray(PATTERN)
     change(data)
-    return checksum(memoryview(data))
+    return checked(data)
 
 
 PATTERN = os.urandom(3 * 8 * ROW + 5)
 
 
 def test_the_checksum_sees_every_single_flip_and_moved_bytes():
-    right = checksum(memoryview(PATTERN))
-    assert checksum(memoryview(bytearray(PATTERN))) == right
+    right = checked(PATTERN)
+    assert checked(bytearray(PATTERN)) == right
 
     def flips(*bits: int) -> Callable[[bytearray], None]:
         def change(data: bytearray) -> None:
@@ -226,10 +232,28 @@ def test_the_checksum_sees_every_single_flip_and_moved_bytes():
     assert changed(flips(63, 64 * ROW + 63)) != right, "two of one column"
     assert changed(swaps(0, 8, 8)) != right, "words of a row"
     assert changed(swaps(0, 8 * ROW, 8)) != right, "words of a column"
+    assert changed(swaps(0, 8 * ROW + 8, 8)) != right, "words of neither"
     assert changed(swaps(0, 8 * ROW, 8 * ROW)) != right, "rows"
     for length in (0, 1, 8 * ROW - 1, 8 * ROW):
-        zeros = {checksum(memoryview(bytes(n))) for n in (length, length + 1, length + 8 * ROW)}
+        zeros = {checked(bytes(n)) for n in (length, length + 1, length + 8 * ROW)}
         assert len(zeros) == 3, "zeros of different lengths"
+    assert checksum(b"another", sums(memoryview(PATTERN))) != right, "another label"
+
+
+def test_the_checksum_sees_every_change_of_two_and_three_words():
+    """Chosen to cancel: in sums what one word gains another loses, in XORs the same bits change."""
+    rng = random.Random(1)
+    right = checked(PATTERN)
+    for _ in range(2000):
+        data = bytearray(PATTERN)
+        words = memoryview(data)[: 3 * 8 * ROW].cast("Q")
+        row, column, delta = rng.randrange(3), rng.randrange(ROW), 1 << rng.randrange(64)
+        places = [(row, column), (row, rng.randrange(ROW)), ((row + 1) % 3, column), ((row + 2) % 3, column)]
+        for sign, (r, c) in zip((1, -1, rng.choice((1, -1))), rng.sample(places, rng.choice((2, 3))), strict=False):
+            word = words[r * ROW + c]
+            words[r * ROW + c] = word ^ delta if rng.random() < 0.5 else (word + sign * delta) % (1 << 64)
+        words.release()
+        assert data == PATTERN or checked(data) != right
 
 
 # The bound

@@ -17,13 +17,18 @@ from shared.errors import BadMessage, InvalidField, RequestError, TooLarge, Unsu
 from shared.messages import (
     MESSAGE_TYPES,
     Beat,
+    Claim,
     Draft,
     DraftAsk,
     DraftItem,
     Drafts,
+    Drop,
+    Dropped,
     Failed,
     Finished,
     Generate,
+    Handover,
+    HandoverReply,
     Identity,
     Message,
     PrefillJob,
@@ -48,7 +53,7 @@ EXAMPLES: list[Message] = [
         served_by=ServedBy(decode="d1", prefill=["p1"]),
     ),
     Failed(id="a1", code="too_large", message="no", field="prompt"),
-    PrefillJob(request_id="a1", tenant="t", fingerprint="f", token_ids=[1, 2], budget_ms=10),
+    PrefillJob(request="t/a1", tenant="t", fingerprint="f", token_ids=[1, 2], budget_ms=10),
     DraftAsk(
         worker="d1",
         wait_ms=1.5,
@@ -56,6 +61,11 @@ EXAMPLES: list[Message] = [
     ),
     Drafts(worker="x", drafts=[Draft(session="a1", position=1, token_ids=[1], source="lookup")]),
     Beat(role="decode", worker="d1", identity=IDENTITY, counters={"x": 1}),
+    Handover(worker="d1", handle="$JS.ACK.S.c.1.2.3.4.0", subject="trine.m.req.low", request=b"{}"),
+    HandoverReply(taken=True),
+    Drop(scope="acme"),
+    Dropped(worker="d1", pool_blocks=3, host_blocks=2),
+    Claim(worker="d1", names=b"n" * 32, ended=[7]),
 ]
 
 
@@ -227,8 +237,8 @@ class TestSubjects:
         subjects = Subjects("Org/Model v1.5")
         assert model_of(subjects.request("high")) == "Org/Model v1.5"
         assert last(subjects.events("a.b*")) == "a.b*"
-        assert block_of(subjects.block(b"\1" * 32, 3)) == (b"\1" * 32, 3)
+        assert block_of(subjects.block(b"\1" * 32, 3)) == ("default", b"\1" * 32, 3)
         with pytest.raises(ValueError, match="not a block"):
-            block_of("trine.m.tok.x.y")
+            block_of("trine.m.tok.x.y.z")
         with pytest.raises(ValueError, match="priority"):
             subjects.request("urgent")

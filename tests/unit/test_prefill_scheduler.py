@@ -6,10 +6,11 @@ import pytest
 
 from services.prefill.scheduler import PrefillScheduler, PrefillTask
 from shared.cache.blocks import BlockAllocator, OutOfBlocks
+from shared.cache.naming import Lineage
 from shared.errors import TrineError
 from tests.fake_engine import EMPTY, FakeEngine
 
-ROOT = b"r" * 32
+LINEAGE = Lineage(b"r" * 32, "default")
 SIZE = 4
 
 
@@ -21,7 +22,7 @@ class Rig:
         self.done: list[PrefillTask] = []
 
     def submit(self, tokens: list[int]) -> PrefillTask:
-        task = PrefillTask(str(len(self.done)), tuple(tokens), ROOT, SIZE)
+        task = PrefillTask(str(len(self.done)), tuple(tokens), LINEAGE, SIZE)
         assert self.scheduler.admit(task)
         self.scheduler.start(task)
         return task
@@ -110,11 +111,11 @@ def test_a_joined_job_takes_over_when_its_leader_ends() -> None:
 
 def test_unfull_blocks_are_refused() -> None:
     with pytest.raises(TrineError):
-        PrefillTask("x", (1, 2, 3), ROOT, SIZE)
+        PrefillTask("x", (1, 2, 3), LINEAGE, SIZE)
 
 
 def waiting(length: int) -> PrefillTask:
-    return PrefillTask("w", tuple(range(1000 - length, 1000)), ROOT, SIZE)
+    return PrefillTask("w", tuple(range(1000 - length, 1000)), LINEAGE, SIZE)
 
 
 def test_a_long_job_is_not_overtaken_for_ever_by_short_ones_that_would_fit() -> None:

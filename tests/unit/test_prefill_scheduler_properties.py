@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from services.prefill.scheduler import PrefillScheduler, PrefillTask, PrefillWork
 from shared.cache.blocks import BlockAllocator, OutOfBlocks
+from shared.cache.naming import Lineage
 from tests.sealed_engine import SealedEngine
 
-ROOT = b"r" * 32
+LINEAGE = Lineage(b"r" * 32, "default")
 FAMILIES = [[(7 * n + 13 * family) % 1000 for n in range(64)] for family in range(2)]
 
 
@@ -54,7 +55,7 @@ class World:
         rng, size = random.Random(n), self.shape.block_size
         tail = [rng.randrange(1000) for _ in range(size * rng.randrange(5) if n % 4 else 0)]
         tokens = FAMILIES[n % 2][: rng.randrange(1, 10) * size] + tail
-        task = PrefillTask(str(len(self.tasks)), tuple(tokens), ROOT, size)
+        task = PrefillTask(str(len(self.tasks)), tuple(tokens), LINEAGE, size)
         if len(task.names) <= self.shape.blocks:
             self.tasks.append(task)
             self.waiting.append(task)

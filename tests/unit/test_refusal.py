@@ -70,11 +70,12 @@ class Job:
 
     data: bytes
     seq: int = 7
-    subject: str = ""
+    subject: str = SUBJECTS.request("normal")
     headers: Mapping[str, str] = field(default_factory=dict)
     delivered: int = 1
     stamp: int = 0
     age: float = 0.0
+    handle: str = ""
     ended: list[str] = field(default_factory=list)
 
     async def ack(self) -> None:
@@ -126,7 +127,7 @@ async def test_without_a_readable_id_the_refusal_goes_to_the_subject_of_refusals
     async def on_refused(message: Incoming) -> None:
         heard.append(message.data)
 
-    await desk.bus.subscribe(SUBJECTS.refused, on_refused)
+    await desk.bus.subscribe(SUBJECTS.refused(), on_refused)
     job = Job(b'{"id":"\\ud800","prompt":"1"}')
     await desk.refusals.refuse(job, InvalidField("id: not Unicode", field="id"))
     await desk.bus.publish("elsewhere", b"")

@@ -359,7 +359,7 @@ async def test_a_stream_with_other_limits_is_refused_at_start():
 
 
 @pytest.mark.parametrize(
-    "tail", ["zz.0", "00.0", f"{'ab' * 32}.x", f"{'AB' * 32}.0", f"{'ab' * 32}.01", f"{'ab' * 32}.-1"]
+    "tail", ["t.zz.0", "t.00.0", f"t.{'ab' * 32}.x", f"t.{'AB' * 32}.0", f"t.{'ab' * 32}.01", f"t.{'ab' * 32}.-1"]
 )
 async def test_foreign_subjects_are_counted_not_indexed(tail):
     async with faulty_cache() as (cache, bus):

@@ -1,0 +1,140 @@
+"""The requests that a decode worker is serving: from taking one in until its end is stored and it is acked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import anyio
+import structlog
+
+from services.decode.events import Outcome
+from services.decode.refusal import Refusals, failed
+from services.decode.request import Request
+from services.decode.scheduler import DecodeScheduler
+from shared.bus.base import Job
+from shared.bus.settle import settle
+from shared.errors import ContextLengthExceeded, DeadlineExceeded, TrineError
+from shared.lifecycle import Phase
+from shared.messages import Finished
+from shared.telemetry import Counters
+
+log = structlog.get_logger()
+
+
+class Desk:
+    """By `Request.key`. `spawn` runs a task; `left(key)` is called for each request that has gone."""
+
+    def __init__(
+        self,
+        worker: str,
+        scheduler: DecodeScheduler,
+        refusals: Refusals,
+        counters: Counters,
+        spawn: Callable[..., None],
+        left: Callable[[str], None],
+    ) -> None:
+        self.requests: dict[str, Request] = {}
+        self._worker = worker
+        self._scheduler = scheduler
+        self._refusals = refusals
+        self._counters = counters
+        self._spawn = spawn
+        self._left = left
+        self._changed = anyio.Event()
+
+    # Coming
+
+    def adopt(self, job: Job) -> bool:
+        """A redelivery of what is served here: the earlier hold came too late, nothing is wrong."""
+        for request in self.requests.values():
+            if (request.job.seq, request.job.stamp) == (job.seq, job.stamp):
+                request.job = job
+                return True
+        return False
+
+    def open(self, request: Request) -> None:
+        """Serve it. It may be ended when this returns."""
+        if request.key in self.requests:  # the same id twice at once: the first one has it
+            self._spawn(self._refusals.duplicate, request.job, request.generate.id)
+            return
+        self.requests[request.key] = request
+        self._spawn(self._write_events, request)
+        if request.completion.finished is not None:
+            self.finish(request, request.completion.finished)
+            return
+        try:
+            self._scheduler.submit(request.sequence)
+        except ContextLengthExceeded as error:
+            self.fail(request, error)
+
+    # Ending
+
+    def finish(self, request: Request, reason: str) -> None:
+        request.events.end(
+            Finished(
+                id=request.generate.id,
+                attempt=request.job.delivered,
+                reason=reason,  # type: ignore[arg-type]
+                seed=request.sequence.seed,
+                usage=request.usage(),
+                timings=request.timings(),
+                served_by=request.served_by(self._worker),
+            ),
+            tail=request.completion.flush(),  # of a cancelled one; empty for the others
+        )
+        self._scheduler.end(request.sequence)
+
+    def fail(self, request: Request, error: TrineError) -> None:
+        self._counters[f"failed_{error.code}"] += 1
+        log.warning("request failed", request=request.key, code=error.code, error=error.message)
+        request.events.end(failed(request.generate.id, request.job.delivered, error))
+        self._scheduler.end(request.sequence)
+
+    def cancel(self, key: str) -> None:
+        if (request := self.requests.get(key)) is not None:
+            self._counters["cancelled"] += 1
+            self.finish(request, "cancelled")
+
+    def expire(self, now: float) -> None:
+        """End those whose deadline has passed; `now` in monotonic seconds."""
+        for request in list(self.requests.values()):
+            if now > request.deadline and request.sequence.phase is not Phase.ENDED:
+                self.fail(request, DeadlineExceeded("the request's deadline has passed"))
+
+    # Leaving
+
+    async def _write_events(self, request: Request) -> None:
+        """The request's events, then its ack: it is done when its end is stored, not before."""
+        try:
+            outcome = await request.events.run()
+        except Exception:
+            log.exception("events cannot be written", request=request.key)
+            outcome = Outcome.GIVEN_UP
+        self._counters[f"events_{outcome.name.lower()}"] += 1
+        if outcome is Outcome.ENDED:
+            await settle(request.job.ack())
+        elif outcome is Outcome.DUPLICATE:
+            await self._refusals.duplicate(request.job, request.generate.id)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self._scheduler.end(request.sequence)
+        if self.requests.get(request.key) is request:
+            del self.requests[request.key]
+            self._changed.set()
+            self._changed = anyio.Event()
+        self._left(request.key)
+
+    async def empty(self) -> None:
+        """Returns when nothing is served any more."""
+        while self.requests:
+            await self._changed.wait()
+
+    async def hand_back(self) -> None:
+        """What is not done goes back to the queue and is continued elsewhere."""
+        for request in list(self.requests.values()):
+            self._forget(request)
+            await settle(request.job.nak())
+
+    def held(self) -> Iterator[Job]:
+        return (request.job for request in self.requests.values())
