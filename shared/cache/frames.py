@@ -38,7 +38,6 @@ _ALIGN = 64  # bodies start on this, so that they can be viewed as any dtype
 _PREFIX = struct.Struct("<4sI")
 MAX_HEAD = MAX_HEADER + _PREFIX.size + _ALIGN
 MAX_FRAME = PART_BYTES + MAX_HEAD
-Digest = Callable[[memoryview], bytes]  # DIGEST_BYTES bytes that tell of any damage to a body
 
 _FIELDS: dict[str, type] = {
     "v": int, "name": bytes, "parent": bytes, "tokens": bytes, "codec": str, "block_bytes": int,
@@ -134,7 +133,7 @@ def sha256(body: memoryview) -> bytes:
 
 
 def encode(
-    block: BlockMeta, payload: memoryview, identity: Identity, part_bytes: int, digest: Digest = sha256
+    block: BlockMeta, payload: memoryview, identity: Identity, part_bytes: int
 ) -> list[tuple[bytes, memoryview]]:
     """(head, body) of each part; bodies view `payload`, which must not change while they are in use.
 
@@ -150,7 +149,7 @@ def encode(
     frames: list[tuple[bytes, memoryview]] = []
     for part in range(part_count(len(payload), part_bytes)):
         body = payload[part * part_bytes : (part + 1) * part_bytes]
-        own = {"part": part, "offset": part * part_bytes, "length": len(body), "digest": digest(body)}
+        own = {"part": part, "offset": part * part_bytes, "length": len(body), "digest": sha256(body)}
         frames.append((_head(common | own), body))
     return frames
 
@@ -170,7 +169,7 @@ def decode(data: bytes | memoryview) -> Frame:
 
 
 def decode_apart(head: bytes, body: memoryview) -> Frame:
-    """The frame whose head and body do not lie in one piece; the body may be longer than a part on the wire.
+    """The frame whose head and body do not lie in one piece.
 
     Raises FrameError when `head` is not exactly the head of a body of that length.
     """
@@ -227,9 +226,7 @@ def _check_header(h: dict[str, Any], body: int) -> None:
         _refuse(f"the header speaks of {h['length']!r:.20} bytes, {body} are there")
 
 
-def verify(
-    frame: Frame, block: BlockMeta, identity: Identity, part: int, part_bytes: int, digest: Digest = sha256
-) -> None:
+def verify(frame: Frame, block: BlockMeta, identity: Identity, part: int, part_bytes: int) -> None:
     """Raise FrameError unless the frame is part `part` of exactly the block that was asked for, undamaged.
 
     Hashes the body: call it off the event loop.
@@ -245,7 +242,7 @@ def verify(
     cut = (part, part_count(identity.block_bytes, part_bytes), offset, length)
     if (frame.part, frame.parts, frame.offset, len(frame.body)) != cut:
         _refuse("the block is cut into other parts")
-    if digest(frame.body) != frame.digest:
+    if sha256(frame.body) != frame.digest:
         _refuse("the bytes do not have the digest they claim")
 
 
