@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar, Literal, TypeVar
@@ -18,7 +19,7 @@ from shared.bus.base import Bus, ConsumerSpec, Incoming, StreamSpec
 from shared.codec import decode, encode
 from shared.config import Settings
 from shared.errors import BusError, ConfigError, RequestError
-from shared.messages import Beat, Held, Identity, Load
+from shared.messages import MAX_COUNTERS, Beat, Identity, Load
 from shared.peers import Peers
 from shared.subjects import Subjects
 from shared.telemetry import Counters, rarely
@@ -86,10 +87,6 @@ class Actor:
 
     def load(self) -> Load:
         return Load()
-
-    def held_blocks(self) -> Held | None:
-        """What this worker's pool holds, for workers that have a request to give."""
-        return None
 
     # Life
 
@@ -178,10 +175,13 @@ class Actor:
             identity=self.identity(),
             vocabulary=self.vocabulary(),
             draining=self.draining.is_set(),
-            counters={**self.counters, **{k: v for k, v in self.bus.counters.items() if v}, **self.more_counters()},
+            counters=dict(itertools.islice(self._all_counters(), MAX_COUNTERS)),
             load=self.load(),
-            held=self.held_blocks(),
         )
+
+    def _all_counters(self) -> Iterator[tuple[str, int]]:
+        bus = {name: count for name, count in self.bus.counters.items() if count}
+        return iter({**self.counters, **bus, **self.more_counters()}.items())
 
     async def _beat(self) -> None:
         while True:

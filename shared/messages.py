@@ -210,6 +210,42 @@ class PrefillJob(Message):
     budget_ms: Annotated[int, Field(ge=1)]
 
 
+class Again(Message):
+    """A client that may not read the event stream asks for its events with sequence > `after`."""
+
+    type: Literal["again"] = "again"
+    after: Annotated[int, Field(ge=0)]
+
+
+class MissedEvent(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    seq: Annotated[int, Field(ge=1)]
+    request: Annotated[str, Field(max_length=32)]
+    """Sequence of the request it answers, as in the event's header."""
+    data: bytes
+
+
+class Missed(Message):
+    """The answer. `more`: ask again after the last of these."""
+
+    max_bytes = 4 << 20
+
+    type: Literal["missed"] = "missed"
+    events: Annotated[list[MissedEvent], Field(max_length=1 << 20)]
+    more: bool
+
+
+class HeldBlocks(Message):
+    """What a decode worker's pool holds; see `shared.cache.summary`. Not in the beat: tenants may hear beats."""
+
+    type: Literal["held"] = "held"
+    worker: WorkerName
+    rate: Annotated[int, Field(ge=0, le=32)]
+    """One name in 2**rate is listed."""
+    names: Annotated[bytes, Field(max_length=8 * MAX_HELD)]
+
+
 class Handover(Message):
     """A decode worker offers a request that it has pulled to one that holds the prompt's prefix."""
 
@@ -314,15 +350,6 @@ class Load(BaseModel):
     free_blocks: int = 0
 
 
-class Held(BaseModel):
-    """Which blocks a pool holds; see `shared.cache.summary`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    rate: Annotated[int, Field(ge=0, le=32)]
-    names: Annotated[bytes, Field(max_length=8 * MAX_HELD)]
-
-
 class Beat(Message):
     type: Literal["beat"] = "beat"
     role: Literal["prefill", "decode", "drafter"]
@@ -333,8 +360,6 @@ class Beat(Message):
     """Digest of the tokenizer's vocabulary; drafts are only asked of a drafter with the same one."""
     draining: bool = False
     load: Load = Load()
-    held: Held | None = None
-    """Of a decode worker: what its pool holds."""
     counters: Annotated[dict[RequestId, int], Field(max_length=MAX_COUNTERS)] = {}
 
 
@@ -362,6 +387,6 @@ class Claim(Message):
 
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (
-    Generate, Tokens, Finished, Failed, PrefillJob, Handover, HandoverReply, Drop, Dropped, DraftAsk, Drafts, Beat,
-    Claim,
+    Generate, Tokens, Finished, Failed, Again, Missed, PrefillJob, Claim, HeldBlocks, Handover, HandoverReply,
+    Drop, Dropped, DraftAsk, Drafts, Beat,
 )  # fmt: skip

@@ -103,6 +103,22 @@ class Subjects:
     def all_events(self) -> tuple[str, str]:
         return f"{self.prefix}.tok.*", f"{self.prefix}.tok.*.*"
 
+    # A client that may not read the event stream asks for what it missed.
+    def again(self, request_id: str, tenant: str = DEFAULT_TENANT) -> str:
+        return f"{self.prefix}.again{_of(tenant)}.{token(request_id)}"
+
+    @property
+    def agains(self) -> str:
+        return f"{self.prefix}.again.>"
+
+    # What a decode worker's pool holds.
+    def held(self, worker: str) -> str:
+        return f"{self.prefix}.held.{token(worker)}"
+
+    @property
+    def all_held(self) -> str:
+        return f"{self.prefix}.held.*"
+
     # Requests that one decode worker offers another.
     def handover(self, worker: str) -> str:
         return f"{self.prefix}.hand.{token(worker)}"
@@ -197,9 +213,18 @@ def tenant_of_request(subject: str) -> str:
 
 def cancelled_of(subject: str) -> tuple[str, str]:
     """(tenant, request id) of a cancel's subject. Raises ValueError for any other subject."""
+    return _request_of(subject, "cancel")
+
+
+def asked_again(subject: str) -> tuple[str, str]:
+    """(tenant, request id) of whose events are asked for. Raises ValueError for any other subject."""
+    return _request_of(subject, "again")
+
+
+def _request_of(subject: str, kind: str) -> tuple[str, str]:
     tokens = subject.split(".")
-    if not 4 <= len(tokens) <= 5 or tokens[2] != "cancel":
-        raise ValueError("not a cancel's subject")
+    if not 4 <= len(tokens) <= 5 or tokens[2] != kind:
+        raise ValueError(f"not a subject of kind {kind}")
     tenant = tokens[3] if len(tokens) == 5 else DEFAULT_TENANT
     if not is_tenant(tenant):
         raise ValueError("no tenant's name in the subject")

@@ -16,6 +16,7 @@ from shared.streams import REQUEST_HEADER
 from shared.subjects import Subjects
 from trine.completion import Completion, Stopwatch, completion
 from trine.merge import Delta, EventMerger
+from trine.missed import stored_events
 from trine.submit import Ask, submit
 
 READ_S = 5.0
@@ -172,10 +173,9 @@ class Stream:
         """Read what the event stream has beyond what was read of it before; all of it while something is missing."""
         after = 0 if self._merger.missing else self._seen
         left = min(READ_S, self._deadline - time.monotonic())
-        stream, subject = self._subjects.event_stream, self._subjects.events(self.id, self._ask.tenant)
         deltas: list[Delta] = []
         try:
-            stored = await self._bus.read(stream, subject, after=after, timeout=left)
+            stored = await stored_events(self._bus, self._subjects, self.id, self._ask.tenant, after, left)
             self._doubtful = False
             deltas = [delta for event in stored for delta in self._feed(event)]
             self._seen = max([self._seen, *(event.seq for event in stored)])

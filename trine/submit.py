@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,7 +17,6 @@ from shared.codec import encode, reason
 from shared.errors import (
     BusDisconnected,
     BusError,
-    DuplicateRequest,
     InvalidField,
     Overloaded,
     SequenceConflict,
@@ -28,7 +27,7 @@ from shared.errors import (
 )
 from shared.messages import MAX_ID, Generate
 from shared.subjects import PRIORITIES, Subjects
-from shared.tenants import DEFAULT_TENANT, is_tenant, request_key
+from shared.tenants import is_tenant
 from trine.beats import listen
 
 DEFAULT_DEADLINE_S = 600.0
@@ -48,11 +47,9 @@ class Ask:
     priority: str
     data: bytes
     deadline_s: float
-
-    @property
-    def message_id(self) -> str:
-        """By which the queue knows a repeat of the same publish; two tenants may use one id."""
-        return self.id if self.tenant == DEFAULT_TENANT else request_key(self.tenant, self.id)
+    message_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """By which the queue knows a repeat of the same publish. Nobody can guess it: one queue serves all tenants, and who
+    publishes with another's message id first has that one's request thrown away."""
 
 
 def prepare(model: str, tenant: str, priority: str, id: str | None, fields: Mapping[str, Any], max_payload: int) -> Ask:
@@ -84,7 +81,7 @@ def prepare(model: str, tenant: str, priority: str, id: str | None, fields: Mapp
 async def submit(bus: Bus, ask: Ask) -> int | None:
     """Publish the request and wait for the queue's ack; returns its sequence there, None when only that is not known.
 
-    Raises DuplicateRequest, Overloaded, UnknownModel, or BusDisconnected (then nobody knows whether it was queued).
+    Raises Overloaded, UnknownModel, or BusDisconnected (then nobody knows whether it was queued).
     """
     subject = Subjects(ask.model).request(ask.priority, ask.tenant)
     try:
@@ -97,19 +94,15 @@ async def submit(bus: Bus, ask: Ask) -> int | None:
 
 async def _append(bus: Bus, subject: str, ask: Ask) -> int | None:
     """Retries while NATS is away for a moment; the message id makes a second try harmless."""
-    started, tried = time.monotonic(), False
+    started = time.monotonic()
     while True:
         try:
             return await bus.append(subject, ask.data, message_id=ask.message_id, timeout=APPEND_S)
         except SequenceConflict:
-            if tried:
-                return None  # an earlier try did arrive
-            message = f"request id {ask.id!r} was used a moment ago; choose another one"
-            raise DuplicateRequest(message, field="id") from None
+            return None  # an earlier try did arrive
         except BusDisconnected:
             if time.monotonic() - started > PATIENCE_S:
                 raise
-            tried = True
             await asyncio.sleep(RETRY_S)
 
 

@@ -54,6 +54,8 @@ class Desk:
 
     def open(self, request: Request) -> None:
         """Serve it. It may be ended when this returns."""
+        if self.adopt(request.job):  # it came in twice, by the queue and from another worker
+            return
         if request.key in self.requests:  # the same id twice at once: the first one has it
             self._spawn(self._refusals.duplicate, request.job, request.generate.id)
             return

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+import anyio
 import structlog
 
 from services.decode.affinity import Affinity
+from shared.actor import HURRY
 from shared.bus.base import Bus, Incoming, Job
+from shared.cache.blocks import BlockAllocator
+from shared.cache.summary import summarise
 from shared.codec import decode, encode
 from shared.errors import BusError, RequestError
-from shared.messages import Handover, HandoverReply
+from shared.messages import Handover, HandoverReply, HeldBlocks
 from shared.peers import Peers
 from shared.subjects import Subjects, priority_of
 from shared.telemetry import Counters, rarely
@@ -36,20 +41,46 @@ class Handovers:
         bus: Bus,
         subjects: Subjects,
         peers: Peers,
-        block_size: int,
         counters: Counters,
         take: Callable[[Job, str], bool],
+        allocator: BlockAllocator,
+        beat_s: float,
     ) -> None:
         self._worker = worker
         self._bus = bus
         self._subjects = subjects
         self._peers = peers
-        self._affinity = Affinity(block_size)
+        self._allocator = allocator
+        self._beat_s = beat_s
+        self._affinity = Affinity(allocator.block_size)
         self._counters = counters
         self._take = take
 
     async def start(self) -> None:
+        await self._bus.subscribe(self._subjects.all_held, self._on_held)
         await self._bus.subscribe(self._subjects.handover(self._worker), self._on_offer)
+
+    async def tell(self) -> None:
+        """Side task: say what the pool holds, soon after it has changed and with every beat."""
+        told, at = -1, 0.0
+        while True:
+            started = time.monotonic()
+            if self._allocator.changes != told or started - at >= self._beat_s:
+                told, at = self._allocator.changes, started
+                with suppress(BusError):
+                    held = summarise(self._worker, self._allocator.names())
+                    await self._bus.publish(self._subjects.held(self._worker), encode(held))
+            # A large pool's summary takes a while: no more than a twentieth of the time goes there.
+            await anyio.sleep(max(self._beat_s * HURRY, 20 * (time.monotonic() - started)))
+
+    async def _on_held(self, message: Incoming) -> None:
+        try:
+            held = decode(message.data, HeldBlocks)
+        except RequestError:
+            self._counters["bad_messages"] += 1
+            return
+        if any(beat.worker == held.worker for beat in self._peers.alive("decode", time.monotonic())):
+            self._affinity.observe(held)
 
     async def offer(self, job: Job, names: Sequence[bytes], mine: int, running: int) -> bool:
         """True if another worker has taken the job. See `Affinity.choose`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import anyio
@@ -21,7 +21,15 @@ from shared.bus.settle import settle
 from shared.cancels import Cancels
 from shared.codec import format_of
 from shared.engine.base import ModelInfo
-from shared.errors import BusError, DeadlineExceeded, InvalidField, RequestError, TrineError, Unavailable
+from shared.errors import (
+    BusDisconnected,
+    BusError,
+    DeadlineExceeded,
+    InvalidField,
+    RequestError,
+    TrineError,
+    Unavailable,
+)
 from shared.messages import Generate
 from shared.sampling.stopping import Completion
 from shared.subjects import PRIORITIES, Subjects, tenant_of_request
@@ -75,6 +83,7 @@ class Intake:
         self._room = anyio.Event()
         self._turns = Turns(PRIORITIES)
         self._taking = 0
+        self._incoming: dict[tuple[int, int], Job] = {}
         self.closed = False
 
     def room_changed(self) -> None:
@@ -119,9 +128,12 @@ class Intake:
         """Whether to take a request that another worker offers. Few come in at once: each takes room."""
         return not self.closed and self._has_room() and self._taking < MAX_TAKING
 
+    def expect(self) -> None:
+        """`take` is about to be called: what was wanted counts from now on."""
+        self._taking += 1
+
     async def take(self, job: Job, priority: str) -> None:
         """Accept what another worker has pulled and handed over."""
-        self._taking += 1
         try:
             await self._accept(job, priority, handed=True)
         finally:
@@ -132,12 +144,27 @@ class Intake:
         if self.closed:
             await settle(job.nak())
             return
+        if (job.seq, job.stamp) in self._incoming:  # redelivered while it is being prepared
+            self._incoming[job.seq, job.stamp] = job
+            return
         if self._adopt(job):
             return
         if not self._has_room() and job.delivered <= MAX_HANDBACKS:  # filled up while this pull was out
-            self._turns.handed_back(priority)
+            if not handed:
+                self._turns.handed_back(priority)
             await settle(job.nak())
             return
+        self._incoming[job.seq, job.stamp] = job
+        try:
+            await self._take_in(job, priority, handed)
+        finally:
+            del self._incoming[job.seq, job.stamp]
+
+    def held(self) -> Iterable[Job]:
+        """Jobs that are being prepared."""
+        return self._incoming.values()
+
+    async def _take_in(self, job: Job, priority: str, handed: bool) -> None:
         request_id = None
         try:
             generate = await anyio.to_thread.run_sync(parse, job.data, self._subjects.model)
@@ -155,6 +182,7 @@ class Intake:
             await self._refusals.refuse(job, TrineError("internal error while reading the request"), request_id)
         else:
             if request is not None:
+                request.job = self._incoming[job.seq, job.stamp]  # perhaps of a later delivery
                 self._serve(request)
 
     def _tenant(self, job: Job) -> str:
@@ -163,6 +191,8 @@ class Intake:
             tenant = tenant_of_request(job.subject)
         except ValueError as error:
             raise InvalidField(str(error), field="tenant") from None
+        if tenant != DEFAULT_TENANT and self._bus.authenticated is None:
+            raise BusDisconnected("it is not known yet whether NATS lets in anybody")
         if tenant != DEFAULT_TENANT and not self._bus.authenticated:
             raise InvalidField("tenants need a NATS server that lets nobody in without credentials", field="tenant")
         return tenant

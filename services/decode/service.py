@@ -15,6 +15,7 @@ from services.decode.intake import Intake
 from services.decode.loading import Loader
 from services.decode.publics import PublicPrefixes
 from services.decode.refusal import Refusals
+from services.decode.replay import Replays
 from services.decode.request import Request
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome, Sequence
@@ -27,11 +28,10 @@ from shared.cache.claim_log import ClaimLog
 from shared.cache.claims import Claims
 from shared.cache.host_store import HostStore
 from shared.cache.prefix import PrefixCache
-from shared.cache.summary import summarise
 from shared.engine.base import StepEngine
 from shared.errors import TrineError
 from shared.job_actor import JobActor
-from shared.messages import Held, Identity, Load
+from shared.messages import Identity, Load
 from shared.streams import claim_stream, event_stream, prefill_stream, request_consumers, request_stream
 from shared.subjects import PRIORITIES
 from shared.tokenizer import Tokenizer
@@ -120,10 +120,12 @@ class DecodeWorker(JobActor):
             bus=bus,
             subjects=self.subjects,
             peers=self.peers,
-            block_size=self._info.block_size,
             counters=self.counters,
             take=self._take,
+            allocator=self.allocator,
+            beat_s=settings.beat_s,
         )
+        self._replays = Replays(bus, self.subjects, self.counters)
         self._unrouted = Unrouted(bus, self.subjects)
 
     # Actor
@@ -154,14 +156,13 @@ class DecodeWorker(JobActor):
             running=self.scheduler.running, waiting=self.scheduler.waiting, free_blocks=self.allocator.available
         )
 
-    def held_blocks(self) -> Held:
-        return summarise(self.allocator.names())
-
     async def setup(self) -> None:
         await self._cache.start()
         await super().setup()
+        self.bus.authenticated  # noqa: B018 - asked early: finding it out takes a moment
         await self._unrouted.start()
         await self._handovers.start()
+        await self._replays.start()
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {
@@ -170,6 +171,7 @@ class DecodeWorker(JobActor):
             "publish": self._cache.publish,
             "claims": self._claim_log.run,
             "deadlines": self._watch_deadlines,
+            "held": self._handovers.tell,
             **{f"intake-{p}": self._intake.loop(p, self.until_bus) for p in PRIORITIES},
         }
 
@@ -196,6 +198,7 @@ class DecodeWorker(JobActor):
     def _take(self, job: Job, priority: str) -> bool:
         wanted = self._intake.wants()
         if wanted:
+            self._intake.expect()
             self.spawn(self._intake.take, job, priority)
         return wanted
 
@@ -237,7 +240,7 @@ class DecodeWorker(JobActor):
         self._desk.fail(self._desk.requests[sequence.id], error)
 
     def held(self) -> Iterable[Job]:
-        return self._desk.held()
+        return [*self._desk.held(), *self._intake.held()]
 
     async def cancel(self, key: str) -> None:
         self._desk.cancel(key)

@@ -8,6 +8,7 @@ import structlog
 
 from services.decode.refusal import failed, readable_id
 from shared.bus.base import Bus, Incoming
+from shared.bus.wire import INBOX
 from shared.codec import encode, format_of
 from shared.errors import BusError, UnknownModel
 from shared.subjects import ALL_REQUESTS, Subjects, model_of, tenant_of_request
@@ -43,7 +44,7 @@ class Unrouted:
 
     async def _answer(self, model: str, tenant: str, message: Incoming) -> None:
         log.info("request for a model that nobody serves", model=model[:80])
-        if message.reply:
+        if message.reply.startswith(INBOX):  # elsewhere this worker's rights would publish what the asker's may not
             await self._bus.publish(message.reply, NO_SUCH_STREAM)
         if (request_id := readable_id(message.data)) is not None:
             told = f"no worker serves {model!r:.80}; this fleet serves {self._subjects.model!r}"

@@ -115,9 +115,9 @@ class Bus(Protocol):
     def connected(self) -> bool: ...
 
     @property
-    def authenticated(self) -> bool:
-        """Whether the server lets in nobody without credentials, so that its permissions bind everybody. When in
-        doubt False.
+    def authenticated(self) -> bool | None:
+        """Whether the server lets in nobody without credentials, so that its permissions bind everybody. None while
+        that is not known: ask again in a moment.
         """
         ...
 

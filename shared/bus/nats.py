@@ -55,11 +55,10 @@ class NatsBus:
         return self._connection.connected
 
     @property
-    def authenticated(self) -> bool:
+    def authenticated(self) -> bool | None:
         """Two things, found out for the server of each connection anew: its first words ask for credentials, and it
         has refused a connection of ours without any, tried beside this one (a server whose accounts have no users but
-        the system's asks for credentials, and does without). After a reconnect the first counts at once and the second
-        a moment later.
+        the system's asks for credentials, and does without). That takes a moment, and is tried when somebody asks.
 
         Not looked at: other servers of a cluster, other ways in (leaf nodes, WebSocket, MQTT), and a configuration
         that is reloaded while the connection stands.

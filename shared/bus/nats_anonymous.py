@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 from urllib.parse import ParseResult
 
 import structlog
@@ -18,8 +20,33 @@ ATTEMPTS = 2
 ATTEMPT_S = 3.0
 
 
-async def refuses_anonymous(url: ParseResult, name: str) -> bool:
-    """True when the server at `url` refused a connection without credentials; False when it did not, or when it was
+class Access:
+    """Whether the server of a connection refuses who has no credentials. Found out when somebody wants to know."""
+
+    def __init__(self, name: str, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        self._name = name
+        self._spawn = spawn
+        self._answer: bool | None = None
+        self._finding: asyncio.Task[None] | None = None
+
+    def refuses(self, url: ParseResult | None) -> bool | None:
+        """None: not known yet, or not to be found out just now; asking again tries again."""
+        if self._answer is None and url is not None and (self._finding is None or self._finding.done()):
+            self._finding = self._spawn(self._find_out(url))
+        return self._answer
+
+    def forget(self) -> None:
+        """The connection is to another server now."""
+        self._answer = self._finding = None
+
+    async def _find_out(self, url: ParseResult) -> None:
+        answer = await refuses_anonymous(url, self._name)
+        if self._finding is asyncio.current_task():  # else it is about the server before
+            self._answer = answer
+
+
+async def refuses_anonymous(url: ParseResult, name: str) -> bool | None:
+    """True when the server at `url` refused a connection without credentials, False when it did not, None when it was
     not to be found out. Takes a connection of its own, whose refusal the server logs, and a few seconds at most.
     """
     server = Server(url.hostname or "", url.port or DEFAULT_PORT, url.scheme == "tls")
@@ -28,10 +55,10 @@ async def refuses_anonymous(url: ParseResult, name: str) -> bool:
             return await asyncio.to_thread(_refused, server, name)
     except TimeoutError:
         log.warning("cannot tell whether NATS asks for credentials", server=server.label)
-        return False
+        return None
 
 
-def _refused(server: Server, name: str) -> bool:
+def _refused(server: Server, name: str) -> bool | None:
     for _ in range(ATTEMPTS):
         link = BulkLink([server], f"{name}/anonymous")
         try:
@@ -44,4 +71,4 @@ def _refused(server: Server, name: str) -> bool:
             log.warning("cannot tell whether NATS asks for credentials", server=server.label, error=str(error))
         finally:
             link.close()
-    return False
+    return None

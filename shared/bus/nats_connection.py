@@ -17,7 +17,7 @@ from nats import errors
 from nats.aio.msg import Msg
 
 from shared.bus.base import Handler, Incoming
-from shared.bus.nats_anonymous import refuses_anonymous
+from shared.bus.nats_anonymous import Access
 from shared.bus.nats_client import FLUSH_TIMEOUT, NatsClient, denial_in, dial, status_of, user_headers
 from shared.bus.nats_inbox import Inbox, Mailbox
 from shared.bus.nats_receivers import Receiver, Receivers
@@ -54,7 +54,7 @@ class Connection:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._revival: asyncio.Task[None] | None = None
-        self._anonymous_refused = False
+        self._access = Access(name, self.spawn)
         self._inbox = Inbox(self._new_prefix(), lambda _: None)
 
     # Life
@@ -66,20 +66,14 @@ class Connection:
         """
         self._client = await dial(self._servers, self._name, wait, self)
         await self._attach(self._inbox)
-        await self._find_out_access()
 
     @property
     def connected(self) -> bool:
         return self._client.is_connected and not self._closing
 
     @property
-    def authenticated(self) -> bool:
-        return self._client.asks_for_credentials and self._anonymous_refused
-
-    async def _find_out_access(self) -> None:
-        url = self._client.connected_url
-        if url is not None and self._client.asks_for_credentials:
-            self._anonymous_refused = await refuses_anonymous(url, self._name)
+    def authenticated(self) -> bool | None:
+        return self._client.asks_for_credentials and self._access.refuses(self._client.connected_url)
 
     @property
     def max_payload(self) -> int:
@@ -250,7 +244,7 @@ class Connection:
     def on_return(self) -> None:
         self.counters["reconnects"] += 1
         log.info("NATS connection restored", name=self._name)
-        self.spawn(self._find_out_access())
+        self._access.forget()
         for callback in self._callbacks:
             self.spawn(self._call_back(callback))
 

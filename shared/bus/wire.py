@@ -13,6 +13,8 @@ from shared.errors import BusError, TooLarge
 
 DEFAULT_MAX_PENDING = 64 << 20
 """nats-server's own default for `max_pending`, in bytes."""
+INBOX = "_INBOX."
+"""Where answers go."""
 MAX_MESSAGE_ID = 1024
 """Bytes. Sent as a header, in the room that a bus keeps free beside the largest payload."""
 
@@ -21,8 +23,8 @@ def new_inbox(user: str | None) -> str:
     """Where a connection hears answers. Under its user's name, so that permissions can keep others from listening:
     what comes there are requests of a queue, and what they are acked with.
     """
-    own = f".{user}" if user is not None and re.fullmatch(r"[A-Za-z0-9_-]+", user) else ""
-    return f"_INBOX{own}.{secrets.token_hex(11)}"
+    own = f"{user}." if user is not None and re.fullmatch(r"[A-Za-z0-9_-]+", user) else ""
+    return f"{INBOX}{own}{secrets.token_hex(11)}"
 
 
 def user_of(url: str) -> str | None:

@@ -41,6 +41,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.counters = BlockCounters()
+        self.changes = 0  # of the set of names
         self._refs = [0] * num_blocks
         self._names: list[bytes | None] = [None] * num_blocks
         self._by_name: dict[bytes, int] = {}
@@ -123,6 +124,7 @@ class BlockAllocator:
             raise BlockMisuse(f"block {block} already has another name")
         if self._by_name.setdefault(name, block) == block:
             self._names[block] = name
+            self.changes += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference on each block; list a chain from its head to its tail.
@@ -144,6 +146,7 @@ class BlockAllocator:
         if block is None:
             return
         self._names[block] = None
+        self.changes += 1
         if self._refs[block] == 0:
             del self._unused[block]
             self._free.append(block)
@@ -167,6 +170,7 @@ class BlockAllocator:
         assert name is not None  # only named blocks are unused
         del self._by_name[name]
         self._names[block] = None
+        self.changes += 1
         self.counters.evictions += 1
         return block
 

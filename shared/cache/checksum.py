@@ -3,8 +3,9 @@
 The body is a table of 64-bit words, ROW words a row. Each row gives one number, the sum of its words modulo 2**64;
 each column gives the XOR of its words. SHA-256 over these numbers and the bytes after the last whole row is the
 checksum. Any change of up to three words shows: a column with one changed word has another XOR, so all of them would
-have to be in one column, and then each is alone in its row, whose sum differs. So do words, rows and pages that moved.
-More changes are missed only if they leave every sum and every XOR as it was, which takes a pattern, not chance.
+have to be in one column, and then each is alone in its row, whose sum differs. So does a word, a row or a page
+that moved, or two that changed places. More changes are missed only if they leave every sum and every XOR as it was:
+the same two words swapped in two rows, for instance. That takes a pattern, not chance.
 
 Whoever wants to can make two bodies with one checksum. It may only guard bytes that nobody can write who could not
 as well write into this process; on the wire it is SHA-256 (`frames.sha256`).

@@ -63,11 +63,12 @@ class IndexFollower:
 
     async def restart(self) -> None:
         """Blocks were removed from the stream's middle, of which no feed tells: learn anew what is there."""
-        feed, self._feed = self._feed, None
-        if feed is not None:
-            with contextlib.suppress(BusError):
-                await feed.unsubscribe()
-        self._index.reset()
+        async with self._following:
+            feed, self._feed = self._feed, None
+            if feed is not None:
+                with contextlib.suppress(BusError):
+                    await feed.unsubscribe()
+            self._index.reset()
         with contextlib.suppress(BusError):  # else the next round does it
             await self._follow()
 

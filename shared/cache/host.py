@@ -118,7 +118,7 @@ class HostBlocks:
     def get(self, blocks: Sequence[tuple[BlockMeta, memoryview]]) -> list[str | None]:
         """Blocks, each into its place: who computed it, or None for a miss, the place being garbage.
 
-        Faster the more blocks are asked for at once, up to MAX_FILES; a second thread helps where there is much to copy.
+        Faster the more blocks are asked for at once, up to MAX_FILES; two threads share much to copy.
         Raises FrameError for a place that is not as long as a block.
         """
         for _, place in blocks:

@@ -27,6 +27,7 @@ from shared.subjects import Subjects
 
 HOST_POLL_S = 0.005
 MAX_HOST_POLL_S = 0.04
+DROP_S = 3.0
 """How soon and how late a reader that waits looks again whether a block has come into the host tier: nobody tells."""
 
 log = structlog.get_logger(__name__)
@@ -90,7 +91,12 @@ class PrefixCache:
         except RequestError as error:
             log.warning("bad order to drop blocks", error=str(error))
             return
-        done = await self.drop(scope)
+        done = None
+        with anyio.move_on_after(DROP_S):
+            done = await self.drop(scope)
+        if done is None:
+            log.warning("blocks not all dropped: some are still on their way", scope=scope or "all")
+            return
         log.info("blocks dropped", scope=scope or "all", pool=done.pool_blocks, host=done.host_blocks)
         if message.reply:
             with suppress(BusError):
@@ -103,7 +109,7 @@ class PrefixCache:
         forget all: what others may still have comes back from the stream.
         """
         for publisher in self._publishers:
-            publisher.forget(scope)
+            await publisher.forget(scope)
         pool = self._allocator.forget()
         host = await self._host.drop() if self._host is not None else 0
         await self._follower.restart()

@@ -64,10 +64,13 @@ class BlockPublisher:
                 self._storing = set()
                 self._end(batch)
 
-    def forget(self, scope: str | None) -> None:
-        """Do not store what waits, of this scope or of all; what is on its way just now still is."""
+    async def forget(self, scope: str | None) -> None:
+        """Do not store what waits, of this scope or of all. Returns when nothing of before is on its way any more."""
         waiting = [entry for name, entry in self._pending.items() if name not in self._storing]
         self._end([(meta, block) for meta, block in waiting if scope in (None, meta.scope)])
+        storing = self._storing
+        while storing and self._storing is storing:
+            await self._changed.wait()
 
     def _end(self, entries: Sequence[tuple[BlockMeta, int]]) -> None:
         for meta, block in entries:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from shared.messages import MAX_HELD, Held
+from shared.messages import MAX_HELD, HeldBlocks
 
 SHORT = 4  # bytes of a name; two different ones look the same once in 2**32 comparisons
 
 
-def summarise(names: Collection[bytes]) -> Held:
+def summarise(worker: str, names: Collection[bytes]) -> HeldBlocks:
     rate = 0
     while len(names) >> rate > MAX_HELD:
         rate += 1
     listed = [name[:SHORT] for name in names if _listed(name, rate)]
-    return Held(rate=rate, names=b"".join(listed[: 2 * MAX_HELD]))
+    return HeldBlocks(worker=worker, rate=rate, names=b"".join(listed[: 2 * MAX_HELD]))
 
 
 def _listed(name: bytes, rate: int) -> bool:
@@ -27,9 +27,9 @@ def _listed(name: bytes, rate: int) -> bool:
 
 
 class Summary:
-    """A `Held` to ask."""
+    """Such a message to ask."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: HeldBlocks) -> None:
         self._rate = held.rate
         self._names = {held.names[at : at + SHORT] for at in range(0, len(held.names), SHORT)}
 

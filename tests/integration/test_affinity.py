@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from shared.bus.base import Incoming
+from services.decode.intake import MAX_TAKING
+from shared.bus.base import Incoming, Job
 from shared.codec import decode, encode
 from shared.messages import Handover, HandoverReply
 from shared.subjects import Subjects
-from tests.fake_engine import FakeEngine, completion
+from shared.tokenizer import Tokenizer
+from tests.fake_engine import FakeEngine, FakeTokenizer, completion
 from tests.fleet_rig import MODEL, FleetRig
 
 PREFIX = list(range(100, 500))
@@ -150,6 +152,47 @@ async def test_the_taker_dies_and_the_request_comes_again() -> None:
         answer = await task
         assert list(answer.token_ids) == completion(question(1), 40)
         assert answer.served_by.decode == OTHER
+
+
+class SlowTokenizer(FakeTokenizer):
+    """Takes longer than the queue waits for an ack."""
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        time.sleep(1.0)
+        return super().encode(text)
+
+
+async def test_a_request_that_is_prepared_for_long_comes_in_once() -> None:
+    """It is held meanwhile, and a second delivery of it, by the queue or by another worker, is no second request."""
+    async with FleetRig() as rig:
+        worker = await rig.decode(HOLDER)
+        worker._intake._tokenizer = cast("Tokenizer", SlowTokenizer())
+        text = " ".join(map(str, question(1)))
+        client = rig.client()
+        task = asyncio.create_task(client.generate(text, max_tokens=3))
+        await asyncio.sleep(0.3)
+        bus, subjects = rig.bus(), Subjects(MODEL)
+        (job,) = worker.held()
+        offer = Handover(worker="x", handle=job.handle, subject=job.subject, request=job.data)
+        for _ in range(3):
+            await bus.publish(subjects.handover(HOLDER), encode(offer), reply="_INBOX.x")
+        answer = await task
+        assert list(answer.token_ids) == completion(question(1), 3)
+        await asyncio.sleep(1.5)
+        assert worker.counters["redeliveries"] == 0
+        assert worker.counters["refused_duplicate_request"] == 0
+        await rig.quiet()
+
+
+async def test_a_burst_of_offers_is_not_all_taken() -> None:
+    """The fake jobs come from a real one; what counts is how many are let in at once."""
+    async with FleetRig() as rig:
+        worker = await rig.decode(HOLDER)
+        worker._intake._tokenizer = cast("Tokenizer", SlowTokenizer())
+        taken = [worker._take(cast("Job", None), "normal") for _ in range(MAX_TAKING)]
+        assert taken == [True] * MAX_TAKING
+        assert not worker._take(cast("Job", None), "normal")
+        rig.expect_death(HOLDER)
 
 
 @pytest.mark.parametrize("handle", ["", "x", "$JS.ACK.OTHER.c.1.1.1.1.0", "a" * 1024])

@@ -19,6 +19,8 @@ from tests.fleet_rig import MODEL, FleetRig
 from tests.nats_rig import NatsRig
 from trine.client import Client
 from trine.completion import Completion
+from trine.missed import stored_events
+from trine.stream import Stream
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(30)]
 
@@ -71,7 +73,15 @@ async def test_the_server_refuses_who_says_to_be_another(rig: FleetRig, server: 
     for subject in (subjects.request("high"), subjects.drop, subjects.handover("decode-1"), subjects.block(bytes(32))):
         with pytest.raises(PermissionDenied):
             await bus.append(subject, b"x", timeout=2.0)
-    for subject in (subjects.events("r", "globex"), "_INBOX.>", "_INBOX.worker.>", subjects.requests[1], ">"):
+    for subject in (
+        subjects.events("r", "globex"),
+        subjects.all_held,
+        subjects.beats,
+        "_INBOX.>",
+        "_INBOX.worker.>",
+        subjects.requests[1],
+        ">",
+    ):
         with pytest.raises(PermissionDenied):
             await bus.subscribe(subject, ignore)
     await bus.close()
@@ -79,6 +89,55 @@ async def test_the_server_refuses_who_says_to_be_another(rig: FleetRig, server: 
 
 async def ignore(message: Incoming) -> None:
     raise AssertionError(f"{message.subject} was heard")
+
+
+async def test_an_ack_cancels_nobody(rig: FleetRig, server: EmbeddedNats) -> None:
+    """Permissions do not cover reply subjects: the server's ack goes wherever the publisher says."""
+    globex = await NatsBus.connect(url(server, "globex"), name="globex", wait=5)
+    subjects = Subjects(MODEL)
+    async with Client(url(server, "acme"), MODEL, tenant="acme") as client:
+        stream = client.stream(token_ids=PROMPT, max_tokens=400, id="victim")
+        events = aiter(stream)
+        await anext(events)
+        reply = subjects.cancel("victim", "acme")
+        await globex.publish(subjects.request("normal", "globex"), b'{"id":"g","prompt":"1"}', reply=reply)
+        await globex.publish("trine.nobody.req.normal.globex", b'{"id":"g","prompt":"1"}', reply=reply)
+        async for _ in events:
+            pass
+    assert stream.completion.finish_reason == "length"
+    assert rig.workers["decode-1"].counters["bad_messages"] >= 1
+    await globex.close()
+
+
+async def test_nobody_can_use_up_another_tenants_message_id(rig: FleetRig, server: EmbeddedNats) -> None:
+    globex = await NatsBus.connect(url(server, "globex"), name="globex", wait=5)
+    subject = Subjects(MODEL).request("normal", "globex")
+    for guess in ("order-1", "acme/order-1"):
+        await globex.append(subject, b'{"id":"g","prompt":"1"}', message_id=guess)
+    async with Client(url(server, "acme"), MODEL, tenant="acme") as client:
+        for _ in range(2):  # and an id may be used again
+            answer = await client.generate(token_ids=PROMPT, max_tokens=3, id="order-1")
+            assert list(answer.token_ids) == completion(PROMPT, 3)
+    await globex.close()
+
+
+async def test_a_tenant_is_told_what_it_missed(
+    rig: FleetRig, server: EmbeddedNats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not read the event stream; a worker reads it for whoever may ask."""
+    lost: list[str] = []
+
+    async def deaf(self: Stream, message: Incoming) -> None:
+        lost.append(message.subject)
+
+    monkeypatch.setattr(Stream, "_on_event", deaf)
+    answer = await ask(server, "acme")
+    assert lost
+    assert answer.usage.completion_tokens == 3
+    acme = await NatsBus.connect(url(server, "acme"), name="acme", wait=5)
+    with pytest.raises(PermissionDenied):
+        await stored_events(acme, Subjects(MODEL), "r", "globex", 0, 2.0)
+    await acme.close()
 
 
 async def test_one_id_of_two_tenants_at_once(rig: FleetRig, server: EmbeddedNats) -> None:
