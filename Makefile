@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format bench compose-test clean
+.PHONY: help setup demo test test-slow lint format bench train-drafter compose-test clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -49,6 +49,11 @@ format: setup ## apply what ruff can fix
 
 bench: setup ## measure a fleet on this machine (minutes)
 	$(BIN)/python -m benchmarks.stack
+
+# What is in the folder already is not done again: after a kill the same command goes on.
+DRAFTER := .trine/drafter
+train-drafter: setup ## train a drafter for the default model: hours on two cores, minutes on a GPU
+	$(BIN)/python -m training.drafter --out $(DRAFTER)
 
 compose-test: setup ## build the image and drive compose.yaml for real (COMPOSE names the command)
 	$(BIN)/python -m pytest -m compose tests/compose
