@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import anyio
 
 from services.prefill.config import PrefillSettings
+from services.prefill.loading import Loader
 from services.prefill.scheduler import PrefillScheduler, PrefillTask, PrefillWork
 from shared.bus.base import Bus, ConsumerSpec, Job, StreamSpec
 from shared.bus.settle import settle
 from shared.cache.blocks import BlockAllocator
 from shared.cache.claim_log import ClaimLog
-from shared.cache.claims import Claims, Flight, Need
+from shared.cache.claims import Claims, Flight
 from shared.cache.host_store import HostStore
 from shared.cache.naming import Lineage
 from shared.cache.prefix import PrefixCache
@@ -29,8 +30,6 @@ from shared.telemetry import Spent
 PULL_S = 5.0
 MAX_DELIVERIES = 3
 RETRY_S = 0.2
-CLAIM_PATIENCE_S = 3.0
-"""Without a new block from another worker for so long, it is computed here: before who asked for it gives up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +42,8 @@ class _Running:
     cached: int = 0
     """Blocks that did not have to be computed."""
     flight: Flight | None = None
+    waits: bool = False
+    """For blocks that others compute, and holds nothing here meanwhile."""
 
 
 class PrefillWorker(JobActor):
@@ -71,6 +72,7 @@ class PrefillWorker(JobActor):
             ensure=self.try_ensure_streams,
         )
         self._claims = Claims(self._claim_log, self._cache, self.peers, self.counters)
+        self._loader = Loader(self._scheduler, self._allocator, self._cache, self._claims)
         self._running: dict[int, _Running] = {}
         self._spent = Spent()
         self._changed = anyio.Event()
@@ -123,12 +125,17 @@ class PrefillWorker(JobActor):
 
     async def _intake(self) -> None:
         while not self.draining.is_set():
-            if len(self._running) >= self._settings.max_jobs:
+            if self._full():
                 await self._changed.wait()
                 continue
             for job in await self.until_bus(self._pull):
                 await self._accept(job)
         await anyio.sleep_forever()  # draining: `run` ends this task
+
+    def _full(self) -> bool:
+        """Those that wait for others leave room for as many again."""
+        waiting = sum(running.waits for running in self._running.values())
+        return len(self._running) - min(waiting, self._settings.max_jobs) >= self._settings.max_jobs
 
     async def _pull(self) -> list[Job]:
         return await self.bus.pull(self.subjects.prefill_stream, self.subjects.prefill_consumer, 1, PULL_S)
@@ -178,14 +185,16 @@ class PrefillWorker(JobActor):
     async def _prepare(self, running: _Running) -> None:
         """Blocks for the job, filled from pool and shared cache as far as they have it; then it joins the steps."""
         task = running.task
+        asked = await self._wait_for_others(running)
         while not task.ended and not self._scheduler.admit(task):
+            self._land(running)  # others may compute it before there is room here
+            asked = False
             with anyio.move_on_after(RETRY_S):  # blocks also come free without a word, when they are published
                 await self._changed.wait()
-        if task.ended:
-            return
-        await self._fetch(task)
-        if task.remaining and not task.ended:
-            running.flight = await self._lead(task)
+        if not task.ended:
+            await self._loader.fetch(task)
+        if task.remaining and not task.ended and not asked:
+            running.flight = await self._loader.lead(task)
         running.cached = task.have
         if task.ended:
             self._land(running)
@@ -195,28 +204,18 @@ class PrefillWorker(JobActor):
         self._scheduler.start(task)
         self._notify()
 
-    async def _lead(self, task: PrefillTask) -> Flight | None:
-        """Of what is missing, nobody else computes what is still missing afterwards."""
+    async def _wait_for_others(self, running: _Running) -> bool:
+        """While others compute what the job begins with, it holds nothing here. False: it lacks nothing, it seems."""
+        if running.task.ended or self._loader.known(running.task) == len(running.task.names):
+            return False
 
-        async def fetch(upto: int) -> None:
-            await self._fetch(task)
+        def joins() -> None:
+            running.waits = True
+            self._notify()
 
-        need = Need(task.names, have=lambda: task.have, wanted=lambda: not task.ended, fetch=fetch)
-        return await self._claims.lead(need, CLAIM_PATIENCE_S)
-
-    async def _fetch(self, task: PrefillTask) -> None:
-        first = task.have
-        upto = first + self._cache.longest(task.names[first:])
-
-        def claim(index: int) -> int | None:
-            return None if task.ended else task.table[first + index]
-
-        def take(index: int) -> bool:
-            if not task.ended:  # else its blocks may belong to somebody else by now
-                self._scheduler.filled(task, first + index)
-            return not task.ended
-
-        await self._cache.fetch([task.meta(i) for i in range(first, upto)], claim, take)
+        running.flight = await self._loader.wait(running.task, joins)
+        running.waits = False
+        return True
 
     async def _finish(self, running: _Running) -> None:
         """Ack when every block is stored, or was given up by the store: then the decode worker computes it."""
@@ -237,6 +236,7 @@ class PrefillWorker(JobActor):
     def _land(self, running: _Running) -> None:
         if running.flight is not None:
             self._claims.end(running.flight)
+            running.flight = None
 
     def _forget(self, running: _Running) -> None:
         self._scheduler.end(running.task)

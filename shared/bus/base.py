@@ -221,8 +221,10 @@ class Bus(Protocol):
         """Last message of each subject, by subject; what is missing is left out. Complete or an error."""
         ...
 
-    async def read(self, stream: str, subject: str, after: int = 0, timeout: float = 5.0) -> list[Stored]:
-        """All messages on one subject with sequence > `after`, in order."""
+    async def read(
+        self, stream: str, subject: str, after: int = 0, timeout: float = 5.0, limit: int | None = None
+    ) -> list[Stored]:
+        """All messages on one subject with sequence > `after`, in order; with `limit`, the first so many of them."""
         ...
 
     async def follow(self, stream: str, subject: str, handler: IndexHandler) -> Subscription:

@@ -234,10 +234,12 @@ class MemoryBus:
         found = {subject: record for subject in subjects if (record := source.last(subject))}
         return {subject: _stored(record) for subject, record in found.items()}
 
-    async def read(self, stream: str, subject: str, after: int = 0, timeout: float = 5.0) -> list[Stored]:
+    async def read(
+        self, stream: str, subject: str, after: int = 0, timeout: float = 5.0, limit: int | None = None
+    ) -> list[Stored]:
         self.require_connected()
         await asyncio.sleep(0)
-        return [_stored(record) for record in self.broker.stream(stream).on_subject(subject, after)]
+        return [_stored(record) for record in self.broker.stream(stream).on_subject(subject, after)[:limit]]
 
     async def follow(self, stream: str, subject: str, handler: IndexHandler) -> Subscription:
         self.require_connected()

@@ -133,8 +133,10 @@ class NatsBus:
     async def get_many(self, stream: str, subjects: Sequence[str], timeout: float = 5.0) -> dict[str, Stored]:
         return await self._streams.get_many(stream, subjects, timeout)
 
-    async def read(self, stream: str, subject: str, after: int = 0, timeout: float = 5.0) -> list[Stored]:
-        return await self._streams.read(stream, subject, after, timeout)
+    async def read(
+        self, stream: str, subject: str, after: int = 0, timeout: float = 5.0, limit: int | None = None
+    ) -> list[Stored]:
+        return await self._streams.read(stream, subject, after, timeout, limit)
 
     async def follow(self, stream: str, subject: str, handler: IndexHandler) -> Subscription:
         follower = Follower(self._connection, self._api, stream, subject, handler)

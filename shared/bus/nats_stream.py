@@ -136,10 +136,10 @@ class Streams:
             page[subject] = None
         return page
 
-    async def read(self, stream: str, subject: str, after: int, timeout: float) -> list[Stored]:
+    async def read(self, stream: str, subject: str, after: int, timeout: float, limit: int | None) -> list[Stored]:
         deadline = _now() + timeout
         messages: list[Stored] = []
-        while True:
+        while limit is None or len(messages) < limit:
             last = messages[-1].seq if messages else after
             expected = 0  # each message names the one that the server sent before it in this batch
 
@@ -153,11 +153,12 @@ class Streams:
             ask = {
                 "seq": last + 1,
                 "next_by_subj": subject,
-                "batch": PAGE_MESSAGES,
+                "batch": PAGE_MESSAGES if limit is None else min(PAGE_MESSAGES, limit - len(messages)),
                 "max_bytes": self._page_bytes,
             }
             if await self._batch(stream, ask, take, deadline) == NOT_FOUND:
-                return messages
+                break
+        return messages
 
     async def _batch(self, stream: str, ask: dict[str, Any], take: Callable[[Msg], None], deadline: float) -> int:
         """Run one batched direct get and return how it ended: 204 or 404."""

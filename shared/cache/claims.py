@@ -28,13 +28,15 @@ PATIENCES = 3
 class Need:
     """Blocks that somebody is to have: `names` of all, in order, the first `have()` of them being there already.
 
-    `fetch(n)` brings them from the cache up to number `n`, as far as it has them. Waiting ends when `wanted()` does.
+    `fetch(n)` brings them from the cache up to number `n`, as far as it has them. Waiting ends when `wanted()` does;
+    `joins()` is called when it begins.
     """
 
     names: Sequence[bytes]
     have: Callable[[], int]
     wanted: Callable[[], bool]
     fetch: Callable[[int], Awaitable[object]]
+    joins: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +122,9 @@ class Claims:
                 return  # that log is gone: there is no telling who computes what it said
             turn = flights.turn(flight.claim.seq, rest)
             patience.follow(turn.leader, now)
-            self._counters["claims_joined"] += int(turn.wait > 0 and not covered)
+            if turn.wait and not covered:
+                self._counters["claims_joined"] += 1
+                need.joins()
             covered = max(covered, have + turn.wait)
             if not turn.wait and not flights.settling(rest[0], now):
                 self._counters["claims_taken_over"] += int(have < covered)

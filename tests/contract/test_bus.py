@@ -470,6 +470,10 @@ class TestReading:
         assert [m.seq for m in messages] == sorted(m.seq for m in messages)
         assert await bus.read(name, a, after=messages[-3].seq) == messages[-2:]
         assert await bus.read(name, a, after=messages[-1].seq) == []
+        assert await bus.read(name, a, after=messages[2].seq, limit=5) == messages[3:8]
+        assert await bus.read(name, a, limit=1500) == messages[:1500]
+        assert await bus.read(name, a, after=messages[-3].seq, limit=2) == messages[-2:]
+        assert await bus.read(name, a, after=messages[-3].seq, limit=3) == messages[-2:]
         assert await bus.read(name, f"{world.name}.s.none") == []
         with pytest.raises(StreamMissing):
             await bus.read(f"{world.name}-none", a)

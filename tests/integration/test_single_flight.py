@@ -83,6 +83,12 @@ async def leader_of(rig: FleetRig, blocks: int = 4) -> str:
             await asyncio.sleep(0.002)
 
 
+async def waits_for_others(workers: Sequence[Actor]) -> None:
+    async with asyncio.timeout(5):
+        while total(workers, "claims_joined") < 1:
+            await asyncio.sleep(0.002)
+
+
 def ended(rig: FleetRig) -> int:
     return total(list(rig.workers.values()), "claims_taken_over")
 
@@ -134,12 +140,56 @@ class TestOnce:
             assert total(list(rig.workers.values())) == PREFIX + 8 * TAIL
             await no_claim_is_left(rig)
 
+    async def test_a_job_that_waits_for_another_worker_leaves_its_slot_and_its_blocks_to_others(self) -> None:
+        async with FleetRig() as rig:
+            await rig.prefill("prefill-0", slow(0.3), max_jobs=1)
+            await decoders(rig, 3, step_s=0.0, prefill_patience_s=10.0)
+            client = rig.client()
+            first = asyncio.create_task(client.generate(token_ids=prompt(0), max_tokens=3))
+            await leader_of(rig)
+            free = await rig.prefill("prefill-1", FakeEngine(blocks=PREFIX + TAIL), max_jobs=1)
+            joiner = asyncio.create_task(client.generate(token_ids=prompt(1), max_tokens=3))
+            await waits_for_others([free])
+            other = [token + 1 for token in prompt(2)[:-1] if token < 999]
+            answer = await client.generate(token_ids=other, max_tokens=3)
+            assert list(answer.token_ids) == completion(other, 3)
+            assert not joiner.done()
+            assert not first.done()
+            assert free.counters["jobs_done"] == 1
+            assert [list(a.token_ids) for a in await asyncio.gather(first, joiner)] == [
+                completion(prompt(n), 3) for n in range(2)
+            ]
+            assert total([free, rig.workers["prefill-0"]]) == PREFIX + 2 * TAIL + len(other) // 4
+            await no_claim_is_left(rig)
+
+    async def test_a_job_that_finds_no_room_when_its_turn_comes_lets_others_go_first(self) -> None:
+        async with FleetRig() as rig:
+            await rig.prefill("prefill-0", slow(0.2), max_jobs=1)
+            await decoders(rig, 3, step_s=0.0, prefill_patience_s=10.0)
+            client = rig.client()
+            first = asyncio.create_task(client.generate(token_ids=prompt(0), max_tokens=3))
+            await leader_of(rig)
+            busy = await rig.prefill("prefill-1", slow(0.4), max_jobs=1)
+            joiner = asyncio.create_task(client.generate(token_ids=prompt(1), max_tokens=3))
+            await waits_for_others([busy])
+            other = [token + 1 for token in prompt(2)[:-1] if token < 999]
+            long = asyncio.create_task(client.generate(token_ids=other, max_tokens=3))
+            await first
+            await asyncio.sleep(0.2)
+            assert not long.done()
+            assert len(busy._claim_log._holders) == 1
+            assert list((await joiner).token_ids) == completion(prompt(1), 3)
+            assert list((await long).token_ids) == completion(other, 3)
+            assert busy.counters["claims"] == 3, "it claims again when there is room"
+            assert total([busy, rig.workers["prefill-0"]]) == PREFIX + 2 * TAIL + len(other) // 4
+            await no_claim_is_left(rig)
+
 
 class TestLeaders:
     @pytest.mark.parametrize("prefill", [0, 2])
     async def test_killed_half_way(self, prefill: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its silence tells; nobody's patience would last so short."""
-        monkeypatch.setattr("services.prefill.service.CLAIM_PATIENCE_S", 30.0)
+        monkeypatch.setattr("services.prefill.loading.CLAIM_PATIENCE_S", 30.0)
         async with FleetRig() as rig:
             await prefillers(rig, prefill, step_s=0.05, max_jobs=2)
             await decoders(rig, 4, step_s=0.05, prefill_patience_s=30.0)
@@ -150,6 +200,27 @@ class TestLeaders:
             assert time.monotonic() - began < 6.0
             assert ended(rig) >= 1
             assert total(list(rig.workers.values())) <= PREFIX + 4 * TAIL + 4, "those that are left computed it once"
+            await no_claim_is_left(rig)
+
+    @pytest.mark.parametrize("role", ["decode", "prefill"])
+    async def test_told_to_stop_half_way(self, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It says that its claims have ended, before its silence would tell: nobody waits for what it handed back."""
+        monkeypatch.setattr("services.prefill.loading.CLAIM_PATIENCE_S", 30.0)
+        slowly = {"prefill_patience_s": 30.0, "peer_timeout_s": 30.0, "drain_s": 0.1}
+        async with FleetRig() as rig:
+            await prefillers(rig, 2 if role == "prefill" else 0, step_s=0.05, max_jobs=2, **slowly)
+            await decoders(rig, 2 if role == "decode" else 4, step_s=0.05, **slowly)
+            asking = asyncio.create_task(ask(rig, 4))
+            leader = await leader_of(rig)
+            await waits_for_others(list(rig.workers.values()))
+            joined = next(name for name, worker in rig.workers.items() if worker.counters["claims_joined"])
+            stopped = leader if role == "decode" else joined
+            assert stopped.startswith(role)
+            await rig.drain(stopped)
+            drained = time.monotonic()
+            assert right(await asking)
+            assert time.monotonic() - drained < 6.0
+            assert total(list(rig.workers.values())) <= PREFIX + 4 * TAIL + 4
             await no_claim_is_left(rig)
 
     async def test_frozen_half_way(self) -> None:
@@ -192,9 +263,7 @@ class TestLeaders:
             leader = asyncio.create_task(client.generate(token_ids=prompt(0), max_tokens=3, id="leader"))
             await leader_of(rig)
             joiner = asyncio.create_task(client.generate(token_ids=prompt(1), max_tokens=3, id="joiner"))
-            async with asyncio.timeout(5):
-                while total(list(rig.workers.values()), "claims_joined") < 1:
-                    await asyncio.sleep(0.002)
+            await waits_for_others(list(rig.workers.values()))
             await client.cancel("leader")
             cancelled = time.monotonic()
             assert list((await joiner).token_ids) == completion(prompt(1), 3)
@@ -279,7 +348,8 @@ class TestLog:
             assert total(list(rig.workers.values())) == PREFIX + 4 * TAIL
 
     @pytest.mark.parametrize("trouble", ["slow", "full", "gone"])
-    async def test_that_cannot_be_used(self, trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("prefill", [0, 2])
+    async def test_that_cannot_be_used(self, prefill: int, trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Everybody computes for themselves, and nobody waits for the log long."""
         append = MemoryBus.append
 
@@ -292,11 +362,12 @@ class TestLog:
 
         monkeypatch.setattr(MemoryBus, "append", troubled)
         async with FleetRig() as rig:
+            await prefillers(rig, prefill, step_s=0.0)
             await decoders(rig, 2, step_s=0.0)
             began = time.monotonic()
             assert right(await ask(rig, 2))
             assert time.monotonic() - began < 2.0
-            assert total(list(rig.workers.values()), "claims_failed") >= 2
+            assert total(list(rig.workers.values()), "claims_failed") == 2
 
     async def test_an_append_that_was_never_heard_back_about(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The claim is there, its maker does not know: it ends it when it sees it."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from shared.bus.base import Stored
 from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.cache import claim_log
 from shared.cache.claim_log import ClaimLog
 from shared.cache.claims import Claims, Flight, Need
 from shared.cache.prefix import PrefixCache
 from shared.codec import decode, encode
+from shared.flights import short
 from shared.messages import Beat, Claim
 from shared.peers import Peers
 from shared.streams import claim_stream
@@ -268,6 +271,188 @@ async def test_ends_are_told_when_the_bus_is_back() -> None:
         await asyncio.sleep(0.05)
         fleet.a.bus.reconnect()
         await asyncio.wait_for(fleet.b.lead("abc"), 2)
+
+
+async def test_the_ends_of_all_claims_are_told_at_the_end() -> None:
+    """Of those whose work was handed back too: nobody is to wait until this worker's beats are missed."""
+    async with Fleet() as fleet:
+        flight = await fleet.a.lead("abc")
+        await fleet.a.lead("xyz")
+        task = fleet.b.going("xyz")
+        late = asyncio.create_task(fleet.a.log.claim(chain("pq")))
+        await asyncio.sleep(0)
+        await fleet.a.log.close()
+        await asyncio.wait_for(task, 0.6)
+        assert await late is not None
+        fleet.a.claims.end(flight)
+        await asyncio.sleep(0.02)
+        entries = await fleet.entries()
+        assert [seq for entry in entries if entry.worker == "A" for seq in entry.ended] == [1, 2, 4]
+
+
+async def test_who_waits_when_the_log_is_closed_makes_no_claim_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds that its claim has ended, as if others had taken its worker for dead."""
+    async with Fleet() as fleet:
+        await fleet.a.lead("abc")
+        task = fleet.b.going("abc")
+        assert await waits(task, 0.15)
+        await fleet.b.log.close()
+        fleet.b.claims.end(await asyncio.wait_for(task, 1))
+        assert await fleet.b.log.claim(chain("x")) is None
+        assert [(entry.worker, entry.ended) for entry in await fleet.entries()] == [("A", []), ("B", []), ("B", [2])]
+
+
+async def test_each_end_is_told_once_when_two_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The side task is just telling one when the log is closed."""
+    real = MemoryBus.append
+
+    async def slow(bus: MemoryBus, *args: Any, **options: Any) -> int:
+        await asyncio.sleep(0.05)
+        return await real(bus, *args, **options)
+
+    async with Fleet() as fleet:
+        first, second = await fleet.a.lead("abc"), await fleet.a.lead("xyz")
+        monkeypatch.setattr(MemoryBus, "append", slow)
+        fleet.a.claims.end(first)
+        await asyncio.sleep(0.02)
+        fleet.a.claims.end(second)
+        await fleet.a.log.close()
+        await asyncio.sleep(0.1)
+        assert [entry.ended for entry in await fleet.entries()] == [[], [], [1], [2]]
+
+
+@pytest.mark.parametrize("trouble", ["slow", "gone"])
+async def test_closing_does_not_wait_for_a_log_that_cannot_be_used(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Fleet() as fleet:
+        await fleet.a.lead("abc")
+        if trouble == "slow":
+            monkeypatch.setattr(MemoryBus, "append", lambda *_, **__: asyncio.sleep(30))
+        else:
+            fleet.a.bus.disconnect()
+        began = time.monotonic()
+        await fleet.a.log.close()
+        assert time.monotonic() - began < 2 * claim_log.DEADLINE_S + 0.5
+
+
+@pytest.mark.parametrize("heard", [True, False])
+async def test_a_claim_that_is_cancelled_while_it_is_made_ends(heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its number is known, and before: then it is found in the log."""
+    async with Fleet() as fleet:
+        slow, gate = ("read" if heard else "append"), asyncio.Event()
+        real = getattr(MemoryBus, slow)
+
+        async def held_up(bus: MemoryBus, *args: Any, **options: Any) -> Any:
+            answer = await real(bus, *args, **options)
+            await gate.wait()
+            return answer
+
+        monkeypatch.setattr(MemoryBus, slow, held_up)
+        making = asyncio.create_task(fleet.a.log.claim(chain("abc")))
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(MemoryBus, slow, real)
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+        if not heard:
+            assert await fleet.a.log.look()
+        await asyncio.sleep(0.05)
+        assert [entry.ended for entry in await fleet.entries()] == [[], [1]]
+
+
+async def fill(fleet: Fleet, claims: int, ended: bool = True) -> None:
+    for number in range(claims):
+        names = b"".join(short(chain(f"{number:x}")))
+        seq = await fleet.c.bus.append(SUBJECTS.claims, encode(Claim(worker="X", names=names)))
+        if ended:
+            await fleet.c.bus.append(SUBJECTS.claims, encode(Claim(worker="X", ended=[seq])))
+
+
+def delayed(monkeypatch: pytest.MonkeyPatch, page_s: float) -> None:
+    """Each page takes so long."""
+    real = MemoryBus.read
+
+    async def read(bus: MemoryBus, *args: Any, **options: Any) -> list[Stored]:
+        await asyncio.sleep(page_s)
+        return await real(bus, *args, **options)
+
+    monkeypatch.setattr(MemoryBus, "read", read)
+
+
+async def test_a_log_too_long_to_be_caught_up_with_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read stays read: the next claim goes on from there."""
+    async with Fleet() as fleet:
+        await fill(fleet, 8 * claim_log.PAGE // 2)
+        fleet.b.task.cancel()
+        delayed(monkeypatch, claim_log.DEADLINE_S / 6)
+        began = time.monotonic()
+        assert await fleet.b.log.claim(chain("abc")) is None
+        assert time.monotonic() - began < 2 * claim_log.DEADLINE_S
+        assert fleet.b.log.flights.last > claim_log.PAGE
+        assert await fleet.b.log.claim(chain("abc")) is not None
+        assert fleet.b.counters["claims_failed"] == 1
+
+
+async def test_a_worker_that_starts_reads_the_log_before_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Fleet() as fleet:
+        await fill(fleet, 8 * claim_log.PAGE // 2)
+        delayed(monkeypatch, claim_log.DEADLINE_S / 6)
+        fresh = Worker(fleet, "D")
+        try:
+            async with asyncio.timeout(5):
+                while fresh.log.flights.last < 8 * claim_log.PAGE:
+                    await asyncio.sleep(0.01)
+            assert await fresh.log.claim(chain("abc")) is not None
+            assert fresh.counters["claims_failed"] == 0
+        finally:
+            fresh.task.cancel()
+
+
+async def test_a_worker_that_is_not_asked_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_log, "LOOK_S", 0.05)
+    async with Fleet() as fleet:
+        await asyncio.sleep(0.02)
+        await fill(fleet, 3, ended=False)
+        await asyncio.sleep(0.3)
+        assert fleet.b.log.flights.last == 3
+        stray = await fleet.c.bus.append(SUBJECTS.claims, encode(Claim(worker="B", names=chain("q")[0][:16])))
+        await asyncio.sleep(0.3)
+        assert (await fleet.entries())[-1] == Claim(worker="B", ended=[stray])
+        del fleet.broker.streams[SUBJECTS.claim_stream]
+        await asyncio.sleep(0.3)
+        assert SUBJECTS.claim_stream in fleet.broker.streams
+        assert fleet.b.counters["claims_failed"] == 0
+
+
+async def test_others_have_their_turn_while_the_log_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two entries, and within one that ends many."""
+    monkeypatch.setattr(claim_log, "SLICE_S", 0.0)
+    async with Fleet() as fleet:
+        fleet.b.task.cancel()
+        await fill(fleet, 100, ended=False)
+        await fleet.c.bus.append(SUBJECTS.claims, encode(Claim(worker="X", ended=list(range(1, 101)))))
+        flights, seen = fleet.b.log.flights, set()
+        reading = asyncio.create_task(fleet.b.log.look())
+        while not reading.done():
+            seen.add((flights.last, sum(flights.holds(seq) for seq in range(1, 101))))
+            await asyncio.sleep(0)
+        assert seen >= {(n, n) for n in range(1, 101)} | {(100, n) for n in range(1, 101)} | {(101, 0)}
+
+
+async def test_who_looks_while_another_does_asks_once_more_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, real = 0, MemoryBus.read
+
+    async def counted(bus: MemoryBus, *args: Any, **options: Any) -> list[Stored]:
+        nonlocal reads
+        reads += 1
+        await asyncio.sleep(0.01)
+        return await real(bus, *args, **options)
+
+    async with Fleet() as fleet:
+        await asyncio.sleep(0.02)
+        monkeypatch.setattr(MemoryBus, "read", counted)
+        assert all(await asyncio.gather(*(fleet.b.log.look() for _ in range(50))))
+        assert reads <= 2
 
 
 async def test_what_is_left_to_tell_is_told_at_the_end() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.flights import Flights, short
-from shared.messages import CLAIM_NAME, Claim
+from shared.flights import EXPIRE, EXPIRE_SETTLED, MAX_NAMES, Flights, short
+from shared.messages import CLAIM_NAME, MAX_CLAIMED, Claim
 
 KEEP_S, GRACE_S, SETTLE_S = 100.0, 2.0, 0.2
 
@@ -130,6 +132,80 @@ class TestEnds:
         assert flights.holds(1, chain("abc"))
         assert not flights.holds(1, chain("abx"))
         assert not flights.holds(2, chain("abc"))
+
+
+def names_of(number: int, count: int) -> bytes:
+    return b"".join((number * 100_000 + i).to_bytes(CLAIM_NAME, "big") for i in range(count))
+
+
+def kept(flights: Flights) -> int:
+    """Names that it holds, counted as often as it holds them; checks that its tables say the same."""
+    held = {seq: held.names for seq, held in flights._held.items()}
+    assert flights._names == sum(len(names) for names in held.values())
+    lists = {(name, seq) for name, claims in flights._claims_of.items() for seq in claims}
+    assert lists == {(name, seq) for seq, names in held.items() for name in names}
+    assert all(claims and claims == sorted(claims) for claims in flights._claims_of.values())
+    assert set(flights._mine) == {seq for seq, held in flights._held.items() if held.worker == "me"}
+    return max(flights._names, len(flights._settling))
+
+
+class TestBounds:
+    """Whatever others write, and however much."""
+
+    @pytest.mark.parametrize("worker", ["you", "me"])
+    @pytest.mark.parametrize(("claims", "blocks"), [(12, 400), (2500, 1)])
+    def test_the_newest_claims_count(
+        self, worker: str, claims: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("shared.flights.MAX_NAMES", 2000)
+        flights = view()
+        for seq in range(1, claims + 1):
+            flights.observe(seq, Claim(worker=worker, names=names_of(seq, blocks)), 0.0)
+        assert kept(flights) == 2000
+        oldest = claims - 2000 // blocks + 1
+        assert [flights.holds(seq) for seq in (1, oldest - 1, oldest, claims)] == [False, False, True, True]
+
+    def test_there_is_room_for_several_of_the_longest(self) -> None:
+        assert MAX_NAMES >= 4 * MAX_CLAIMED
+
+    def test_one_name_in_all_claims_and_all_of_one_claim(self) -> None:
+        flights = view()
+        for seq in range(1, 5001):
+            flights.observe(seq, Claim(worker="you", names=names_of(0, 1) * (30 if seq % 2 else 1)), 0.0)
+        assert kept(flights) <= MAX_NAMES
+        for seq in [*range(2, 5001, 2), *range(1, 5001, 2)]:
+            flights.end(seq, 0.0)
+        assert not flights._claims_of
+        assert kept(flights) == 1
+
+    def test_claims_that_end_at_once(self) -> None:
+        flights = view()
+        for seq in range(1, 100, 2):
+            flights.observe(seq, Claim(worker="you", names=names_of(seq, 4000)), 0.0)
+            flights.observe(seq + 1, Claim(worker="you", ended=[seq]), 0.0)
+        assert kept(flights) == MAX_NAMES
+        for _ in range(MAX_NAMES // EXPIRE_SETTLED):
+            flights.expire(2 * SETTLE_S)
+        assert kept(flights) == 0
+
+    def test_age_is_worked_off_in_small_parts(self) -> None:
+        flights = seen(*(claim("you", "ab") for _ in range(3 * EXPIRE + 1)))
+        flights.observe(flights.last + 1, claim("you", "x"), KEEP_S + 1)
+        assert [flights.holds(seq) for seq in (EXPIRE, EXPIRE + 1)] == [False, True]
+        assert [flights.expire(KEEP_S + 1) for _ in range(3)] == [True, True, False]
+        assert kept(flights) == 2
+        assert flights.turn(flights.last, chain("x")).wait == 0
+
+    def test_a_long_log_is_read_in_time_that_grows_with_its_length_alone(self) -> None:
+        flights, pairs = view(), 10_000
+        shared = names_of(0, 16)
+        entries = [Claim(worker="you", names=shared) for _ in range(pairs)]
+        entries += [Claim(worker="you", ended=[seq]) for seq in range(1, pairs + 1)]
+        began = time.process_time()
+        for seq, entry in enumerate(entries, start=1):
+            flights.observe(seq, entry, 0.0)
+        assert time.process_time() - began < 2.0, "it takes a quarter of this; scanning what is held, ten times as much"
+        assert not flights._held
 
 
 @dataclass
