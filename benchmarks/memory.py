@@ -20,6 +20,7 @@ from services.decode.sequence import Sequence as Generation
 from services.decode.sequence import Work
 from shared.cache.blocks import BlockAllocator
 from shared.cache.naming import Lineage
+from shared.engine.base import Sampled
 from shared.lifecycle import Phase
 from shared.messages import Sampling
 
@@ -118,11 +119,11 @@ def tokens_in(holders: Iterator[Generation] | Sequence[Generation]) -> dict[int,
     return held
 
 
-def guess(work: Work, rng: random.Random) -> list[int]:
+def guess(work: Work, rng: random.Random) -> Sampled:
     """The model: takes a draft as often as a real one does."""
     drafts = work.span.token_ids[len(work.span.token_ids) - work.drafts :]
     taken = [draft if rng.random() < ACCEPTED else rng.randrange(VOCAB) for draft in drafts]
-    return [*taken, rng.randrange(VOCAB)] if work.span.rows else []
+    return Sampled([*taken, rng.randrange(VOCAB)] if work.span.rows else [])
 
 
 def run(requests: Sequence[Request], blocks: int, seed: int = 0) -> dict[str, float]:

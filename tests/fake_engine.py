@@ -14,11 +14,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from shared.engine.base import ModelInfo
+from shared.engine.base import ModelInfo, Sampled
 from shared.engine.span import Span
 from shared.engine.validate import check
 from shared.errors import FrameError
 from shared.messages import ChatMessage, Identity
+from shared.sampling.fields import Logprob
 
 VOCAB = 1000
 EMPTY = 2**32 - 1
@@ -38,6 +39,12 @@ def completion(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(tokens, seed))
     return tokens[len(prompt) :]
+
+
+def logprob(token: int, top: int) -> Logprob:
+    """What the fake engine says of a token, and of those below it."""
+    ids = list(range(token, max(token - top, -1), -1))
+    return Logprob(logprob=-token / VOCAB, top_ids=ids, top_logprobs=[-i / VOCAB for i in ids])
 
 
 class FakeEngine:
@@ -93,6 +100,14 @@ class FakeEngine:
     def with_eos(self, *ids: int) -> FakeEngine:
         self.info = replace(self.info, eos_ids=frozenset(ids))
         return self
+
+    def sample(self, spans: Sequence[Span]) -> list[Sampled]:
+        """With log-probabilities that tell the token: see `logprob`."""
+        taken = self.step(spans)
+        return [
+            Sampled(tokens, None if span.logprobs is None else [logprob(token, span.logprobs) for token in tokens])
+            for span, tokens in zip(spans, taken, strict=True)
+        ]
 
     def step(self, spans: Sequence[Span]) -> list[list[int]]:
         check(spans, self.info)

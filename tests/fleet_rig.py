@@ -12,8 +12,8 @@ from services.decode.publics import PublicPrefixes
 from services.decode.service import DecodeWorker
 from services.drafter.config import DrafterSettings
 from services.drafter.service import DrafterWorker
-from services.drafter.sources.lookup import Lookup
 from services.drafter.sources.model import ModelSource
+from services.drafter.sources.suffix import SuffixSource
 from services.prefill.config import PrefillSettings
 from services.prefill.service import PrefillWorker
 from shared.actor import Actor
@@ -111,15 +111,13 @@ class FleetRig:
         self, name: str = "drafter-1", engine: StepEngine | None = None, **overrides: Any
     ) -> DrafterWorker:
         settings = DrafterSettings(**{**COMMON, "draft_source": "model", **overrides})
-        engine, slow = self._engine(name, engine), None
-        if settings.draft_source != "lookup":
-            slow = ModelSource(engine, within_budget=settings.draft_source == "auto")
+        engine = self._engine(name, engine)
         worker = DrafterWorker(
             settings,
             self.bus(name),
             name,
-            instant=[] if settings.draft_source == "model" else [Lookup(2)],
-            slow=slow,
+            suffix=SuffixSource(settings.history_tokens) if settings.draft_source != "model" else None,
+            model=ModelSource(engine) if settings.draft_source != "suffix" else None,
             vocabulary=engine.info.vocabulary,
             vocab_size=engine.info.vocab_size,
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from shared import telemetry
 from shared.errors import InvalidField
@@ -126,7 +126,13 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed and prompt: same text.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: fewer tokens of prompt and answer again.")
+    ] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Per earlier use in the answer, -2 to 2.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Once for any use in the answer, -2 to 2.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="At most so many tokens.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="At least so many tokens before the end.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
@@ -143,7 +149,11 @@ def generate(
         "top_p": top_p,
         "min_p": min_p,
         "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
         "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
         "stop": stop or None,
         "deadline_ms": max(1, round(timeout * 1e3)) if timeout is not None else None,
     }
@@ -171,21 +181,39 @@ def check(
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     text: Annotated[Path | None, typer.Option(help="Measure on this text, not on the built-in English.")] = None,
+    drafter: Annotated[str, typer.Option(help="Try this model as the drafter instead.")] = "",
+    drafter_layers: Annotated[
+        int | None, typer.Option(help="Try the model's own first layers as the drafter instead.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
 ) -> None:
-    """Measure what a KV codec costs a model, before it serves. Exit code 1 if it ruins it."""
-    from trine.check import check, table
+    """Measure what a KV codec costs a model, or what a drafter brings it, before it serves.
 
+    Exit code 1 if the codec ruins the model, or the drafter does not fit it.
+    """
     env = variables(
         {"model": model, "kv_codec": kv_codec, "weights": weights, "block_size": block_size, "threads": threads}
     )
     with progress_bar(Console(stderr=True, highlight=False)) as progress:
-        report = check(env, text, progress)
+        found: dict[str, Any]
+        shown: RenderableType
+        if drafter or drafter_layers is not None:
+            if text is not None:
+                raise InvalidField("--text is for KV codecs; a drafter is tried on built-in tasks", field="text")
+            from trine import check_drafter
+
+            pair = check_drafter.check(drafter, drafter_layers, env, progress)
+            found, shown, failed = pair.as_dict(), check_drafter.rendered(pair), not pair.fits
+        else:
+            from trine.check import check, table
+
+            report = check(env, text, progress)
+            found, shown, failed = report.as_dict(), table(report), report.ruined
     if as_json:
-        print(json.dumps(report.as_dict()))
+        print(json.dumps(found))
     else:
-        Console(highlight=False).print(table(report))
-    if report.ruined:
+        Console(highlight=False).print(shown)
+    if failed:
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -31,8 +31,15 @@ class Params(TypedDict, total=False):
     top_p: float
     min_p: float
     seed: int
+    logit_bias: dict[int, float]
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
     max_tokens: int
+    min_tokens: int
     stop: str | list[str]
+    logprobs: bool
+    top_logprobs: int
     cache_salt: str
     deadline_ms: int
 

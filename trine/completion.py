@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shared.messages import Finished, ServedBy, Usage
+from shared.sampling.fields import Logprob
 from trine.merge import EventMerger
 
 
@@ -37,9 +38,11 @@ class Completion:
     served_by: ServedBy
     attempts: int
     """1, or more when workers were replaced on the way."""
+    logprobs: tuple[Logprob, ...] = ()
+    """One for each token, if they were asked for."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. Token ids are left out: the text says the same."""
+        """For JSON. Token ids are left out, the text says the same, and what belongs to single tokens."""
         return {
             "id": self.id,
             "model": self.model,
@@ -90,4 +93,5 @@ def completion(model: str, merged: EventMerger, end: Finished, timings: ClientTi
         timings=timings,
         served_by=end.served_by,
         attempts=merged.attempt,
+        logprobs=tuple(merged.logprobs) if len(merged.logprobs) == len(merged.token_ids) else (),
     )

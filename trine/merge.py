@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from shared.errors import Unavailable
 from shared.messages import Failed, Finished, Tokens
+from shared.sampling.fields import Logprob
 
 MAX_PENDING = 4096
 """Events kept that cannot be used yet; more are dropped, since the event stream has them."""
@@ -28,6 +29,8 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     index: int
+    logprobs: tuple[Logprob, ...] = ()
+    """One for each token, if the request asked for them."""
 
 
 class EventMerger:
@@ -36,6 +39,8 @@ class EventMerger:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.text = ""
+        self.logprobs: list[Logprob] = []
+        """One for each token, or fewer: events may come without."""
         self.attempt = 0
         """Highest attempt seen."""
         self._marks = {0: 0}
@@ -92,10 +97,12 @@ class EventMerger:
                 f"attempt {event.attempt} contradicts, from token {event.index} on, what was delivered before"
             )
         new_ids, new_text = event.token_ids[len(known) :], whole[len(self.text) :]
+        new_logprobs = tuple(event.logprobs[len(known) :] if event.logprobs else ())
         self.token_ids += new_ids
+        self.logprobs += new_logprobs
         self.text += new_text
         self._marks[end] = min(len(whole), self._marks.get(end, len(whole)))
-        return Delta(new_text, tuple(new_ids), have)
+        return Delta(new_text, tuple(new_ids), have, new_logprobs)
 
 
 def _end(event: Tokens) -> int:

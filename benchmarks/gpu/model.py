@@ -23,8 +23,10 @@ from shared.engine.pool import KVPool
 from shared.engine.span import Span
 from shared.kernels.meta import Capacity
 from shared.messages import Sampling
+from shared.sampling.adjustments import Adjustments
 from shared.sampling.device import choose
 from shared.sampling.params import Row
+from shared.sampling.processing import adjusted
 
 GREEDY = Sampling(temperature=0.0)
 DTYPE = torch.bfloat16
@@ -176,13 +178,16 @@ def _peer_prefill(module: Any, ids: Tensor, room: int, cache: type[Any]) -> tupl
 
 
 def _waits(bench: Bench, step: StaticStep, spans: Sequence[Span]) -> str:
-    rows = [Row(Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01), i, i) for i in range(len(spans))]
+    sampling = Sampling(
+        temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={3: -100}, min_tokens=4
+    )
+    rows = [Row(sampling, i, i, Adjustments.of(sampling, [0, 1], [2], [2])) for i in range(len(spans))]
     for strict in (False, True):  # kernels are compiled first
         if bench.cuda and strict:
             torch.cuda.set_sync_debug_mode("error")
         try:
             step.load(spans)
-            tokens = choose(step.forward(), rows)
+            tokens = choose(adjusted(step.forward(), rows), rows)
         finally:
             if bench.cuda:
                 torch.cuda.set_sync_debug_mode("default")

@@ -19,10 +19,12 @@ class DecodeSettings(Settings):
     """A prompt with at most so many uncached tokens is prefilled here, not by a prefill worker."""
     prefill_patience_s: Annotated[float, Field(gt=0)] = 5.0
     """Without a new block for so long, the rest of the prompt is computed here."""
-    draft_depth: Annotated[int, Field(ge=0, le=64)] = 4
-    """Tokens to draft per step; 0 turns speculation off."""
-    draft_wait_ms: Annotated[float, Field(ge=0, le=60_000)] = 15.0
-    """How long a step waits for drafts."""
+    draft_depth: Annotated[int, Field(ge=0, le=64)] = 8
+    """Most tokens to draft per sequence and step; 0 turns speculation off."""
+    draft_wait_ms: Annotated[float, Field(ge=0, le=60_000)] = 50.0
+    """Longest time a step waits for drafts; it waits no longer than they are expected to save."""
+    draft_adaptive: bool = True
+    """Draft for each sequence as many tokens as pay. False: always `draft_depth`, and wait for them `draft_wait_ms`."""
     public_prefixes: str = ""
     """A JSON file of prompts, chat beginnings or token ids whose blocks all tenants share. The same for all workers."""
     affinity: bool = True

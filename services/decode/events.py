@@ -15,10 +15,12 @@ from shared.bus.base import Bus
 from shared.codec import Format, decode_event, encode
 from shared.errors import BusError, RequestError, SequenceConflict
 from shared.messages import Failed, Finished, Tokens
+from shared.sampling.fields import Logprob
 from shared.streams import REQUEST_HEADER
 
 CACHED_HEADER = "Trine-Cached"  # cached prompt tokens that the first attempt found, for those that continue it
 MAX_EVENT_TOKENS = 2048  # so that an event never outgrows what a message may have
+MAX_EVENT_LOGPROBS = 256
 RETRY_S = 0.3
 GIVE_UP_S = 60.0
 
@@ -31,6 +33,8 @@ class History:
 
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    logprobs: list[Logprob | None] = field(default_factory=list)
+    """None for tokens that came without."""
     last_seq: int = 0
     attempt: int = 0
     cached_tokens: int | None = None
@@ -77,6 +81,7 @@ def _take(history: History, event: Tokens) -> None:
         return
     history.tokens += event.token_ids[-new:]
     history.texts += [""] * (new - 1) + [event.text]
+    history.logprobs += event.logprobs[-new:] if event.logprobs else [None] * new
 
 
 class Outcome(Enum):
@@ -117,6 +122,7 @@ class EventWriter:
         self._last_seq = history.last_seq
         self._tokens = list(history.tokens)
         self._texts = list(history.texts)
+        self._logprobs = list(history.logprobs)
         self._stored = len(self._tokens)
         self._tail = ""
         self._tail_stored = history.tail
@@ -126,10 +132,11 @@ class EventWriter:
         self._wake = anyio.Event()
         self.cached_tokens = 0
 
-    def push(self, token_id: int, text: str) -> None:
+    def push(self, token_id: int, text: str, logprob: Logprob | None = None) -> None:
         """The next token, and the text it made visible."""
         self._tokens.append(token_id)
         self._texts.append(text)
+        self._logprobs.append(logprob)
         self._wake.set()
 
     def end(self, event: Finished | Failed, tail: str = "") -> None:
@@ -150,12 +157,22 @@ class EventWriter:
 
     def _next(self) -> Tokens | Finished | Failed | None:
         if self._stored < len(self._tokens):
-            upto = min(self._stored + MAX_EVENT_TOKENS, len(self._tokens))
-            return self._tokens_event(self._tokens[self._stored : upto], "".join(self._texts[self._stored : upto]))
+            most = MAX_EVENT_TOKENS if self._logprobs[self._stored] is None else MAX_EVENT_LOGPROBS
+            part = slice(self._stored, self._stored + most)
+            logprobs = [p for p in self._logprobs[part] if p is not None]
+            return self._tokens_event(self._tokens[part], "".join(self._texts[part]), logprobs)
         return self._tokens_event([], self._tail) if self._tail and not self._tail_stored else self._end
 
-    def _tokens_event(self, token_ids: list[int], text: str) -> Tokens:
-        return Tokens(id=self._id, attempt=self._attempt, index=self._stored, token_ids=token_ids, text=text)
+    def _tokens_event(self, token_ids: list[int], text: str, logprobs: list[Logprob] | None = None) -> Tokens:
+        """`logprobs` are left out unless there is one for each token."""
+        return Tokens(
+            id=self._id,
+            attempt=self._attempt,
+            index=self._stored,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
+        )
 
     async def _store(self, event: Tokens | Finished | Failed) -> None:
         """One try; on failure `run` comes back with what is then next."""

@@ -230,7 +230,13 @@ class Intake:
     def _request(
         self, sequence: Sequence, subject: str, generate: Generate, job: Job, history: History, deadline: float
     ) -> Request:
-        completion = Completion(self._tokenizer.detokenizer(), self._info.eos_ids, generate.stops, sequence.max_tokens)
+        completion = Completion(
+            self._tokenizer.detokenizer(),
+            self._info.eos_ids,
+            generate.stops,
+            sequence.max_tokens,
+            sequence.sampling.min_tokens,
+        )
         events = EventWriter(
             self._bus,
             self._subjects.event_stream,

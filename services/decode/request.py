@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.decode.events import EventWriter, History
@@ -13,6 +14,8 @@ from shared.codec import decode
 from shared.engine.base import ModelInfo
 from shared.errors import ContextLengthExceeded, EmptyPrompt, InvalidField, UnknownModel
 from shared.messages import DEFAULT_MAX_TOKENS, MAX_SERVERS, Generate, ServedBy, Timings, Usage
+from shared.sampling.adjustments import Adjustments
+from shared.sampling.fields import BAN, Sampling
 from shared.sampling.params import seed_of
 from shared.sampling.stopping import Completion
 from shared.tokenizer import Tokenizer
@@ -114,8 +117,13 @@ def make_sequence(
     lineage: Lineage,
     priority: str,
 ) -> Sequence:
-    """The sequence at the point where `history` ends, with the seed that every attempt at this job has."""
+    """The sequence at the point where `history` ends, with the seed that every attempt at this job has.
+
+    Raises InvalidField for a bias that the model cannot have.
+    """
     sampling = generate.sampling
+    eos_ids = {token for token in info.eos_ids if token < info.vocab_size}
+    check_bias(sampling, eos_ids, info.vocab_size)
     seed = seed_of(job.seq, job.stamp, job.data) if sampling.seed is None else sampling.seed
     room = info.context_length - len(prompt)
     return Sequence(
@@ -128,4 +136,20 @@ def make_sequence(
         seed=seed,
         priority=PRIORITY_RANKS[priority],
         cached_tokens=history.cached_tokens,
+        adjustments=Adjustments.of(sampling, prompt, history.tokens, eos_ids),
+        logprobs=(generate.top_logprobs or 0) if generate.logprobs else None,
     )
+
+
+def check_bias(sampling: Sampling, eos_ids: Collection[int], vocab_size: int) -> None:
+    """Raises InvalidField for a token that does not exist, and where no token is left to choose."""
+    if (largest := max(sampling.logit_bias, default=0)) >= vocab_size:
+        raise InvalidField(
+            f"logit_bias: there is no token {largest}; the vocabulary has ids 0 to {vocab_size - 1}",
+            field=f"logit_bias.{largest}",
+        )
+    banned = {token for token, bias in sampling.logit_bias.items() if bias <= BAN}
+    if sampling.min_tokens:
+        banned.update(eos_ids)
+    if len(banned) >= vocab_size:
+        raise InvalidField("logit_bias leaves no token to choose", field="logit_bias")

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from services.decode.holdings import Holdings
 from services.decode.sequence import Outcome, Sequence, Work
 from shared.cache.blocks import BlockAllocator
+from shared.engine.base import Sampled
 from shared.engine.span import Span
 from shared.errors import ContextLengthExceeded, TrineError
 from shared.lifecycle import Phase, advance
@@ -203,6 +204,9 @@ class DecodeScheduler:
             seed=sequence.seed,
             sampling=sequence.sampling,
             slot=sequence.slot,
+            adjustments=sequence.adjustments,
+            guesses=drafts,
+            logprobs=sequence.logprobs,
         )
         return Work(sequence, span, drafts)
 
@@ -223,7 +227,7 @@ class DecodeScheduler:
         sequence.phase = advance(sequence.phase, Phase.WAITING)
         self._waiting.append(sequence)
 
-    def complete(self, works: Seq[Work], sampled: Seq[Seq[int]]) -> list[Outcome]:
+    def complete(self, works: Seq[Work], sampled: Seq[Sampled]) -> list[Outcome]:
         """Take in a step's result. A draft is accepted iff it equals the token the target itself took there."""
         outcomes = []
         for work, taken in zip(works, sampled, strict=True):
@@ -241,18 +245,19 @@ class DecodeScheduler:
             if work.sequence.phase is Phase.ENDED:
                 self._holdings.give_up(work.sequence)
 
-    def _advance(self, work: Work, taken: Seq[int]) -> Outcome:
+    def _advance(self, work: Work, taken: Sampled) -> Outcome:
         sequence, span = work.sequence, work.span
         drafts = span.token_ids[len(span.token_ids) - work.drafts :]
-        accepted = accepted_count(drafts, taken)
-        new = tuple(taken[: accepted + 1])
+        accepted = accepted_count(drafts, taken.tokens)
+        new = tuple(taken.tokens[: accepted + 1])
         before = sequence.computed // self._block_size
         sequence.computed = span.start + len(span.token_ids) - work.drafts + accepted
-        sequence.tokens += new
+        sequence.extend(new)
         sequence.drafts = ()
         filled = range(before, sequence.computed // self._block_size)
         self._holdings.commit(sequence, filled)
-        return Outcome(sequence, new, work.drafts, accepted, filled)
+        logprobs = None if taken.logprobs is None else tuple(taken.logprobs[: accepted + 1])
+        return Outcome(sequence, new, work.drafts, accepted, filled, logprobs)
 
     def check_integrity(self, elsewhere: Iterable[Seq[int]] = ()) -> None:
         """Raises TrineError if sequences, blocks and slots contradict each other.

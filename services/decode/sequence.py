@@ -9,6 +9,8 @@ from shared.cache.naming import Lineage
 from shared.engine.span import Span
 from shared.lifecycle import Phase
 from shared.messages import Sampling
+from shared.sampling.adjustments import Adjustments
+from shared.sampling.fields import Logprob
 
 AGEING_PLANS = 256
 """A sequence that stood by for so many plans counts as one priority higher; after twice as many a low one is high."""
@@ -49,6 +51,16 @@ class Sequence:
     epoch: int = 0
     cached_tokens: int | None = None
     """Prompt tokens found in a cache when the request was first admitted; None before."""
+    adjustments: Adjustments | None = None
+    """They have taken all generated tokens, and never a draft that was not accepted."""
+    logprobs: int | None = None
+    """Of how many most likely tokens log-probabilities are wanted, besides the chosen one's; None: not even of that."""
+
+    def extend(self, tokens: tuple[int, ...]) -> None:
+        """These were generated."""
+        self.tokens += tokens
+        if self.adjustments is not None:
+            self.adjustments.take(tokens)
 
     @property
     def remaining(self) -> int:
@@ -108,3 +120,5 @@ class Outcome:
     drafted: int = 0
     accepted: int = 0
     filled: range = range(0)
+    logprobs: tuple[Logprob, ...] | None = None
+    """Of these tokens, if the sequence wants them."""

@@ -88,13 +88,19 @@ class DecodeWorker(JobActor):
             spawn=self.spawn,
         )
         self._drafting = Drafting(
-            DraftBook(settings.draft_depth, self._info.vocab_size),
+            DraftBook(
+                settings.draft_depth,
+                self._info.vocab_size,
+                longest_wait=settings.draft_wait_ms / 1e3,
+                step_tokens=settings.step_tokens,
+                adaptive=settings.draft_adaptive,
+            ),
             worker,
-            settings.draft_wait_ms / 1e3,
             bus,
             self.subjects,
             self.peers,
             self.counters,
+            self.spawn,
         )
         self._refusals = Refusals(bus, self.subjects, worker, self.counters, self.try_ensure_streams)
         self._desk = Desk(worker, self.scheduler, self._refusals, self.counters, self.spawn, self._request_left)
@@ -114,7 +120,8 @@ class DecodeWorker(JobActor):
             cancels=self.cancels,
             ensure_streams=self.try_ensure_streams,
         )
-        self._stepper = Steps(engine, self.scheduler, self.in_engine, self._fail_sequence, self.counters)
+        timed = self._drafting.book.stepped
+        self._stepper = Steps(engine, self.scheduler, self.in_engine, self._fail_sequence, self.counters, timed)
         self._handovers = Handovers(
             worker,
             bus=bus,
@@ -278,11 +285,13 @@ class DecodeWorker(JobActor):
             request.first_token = time.monotonic()
             self.hurry_beat()  # the prompt's blocks are here now
         request.drafted += outcome.drafted
+        self.counters["drafted_tokens"] += outcome.drafted
         for position, token in enumerate(outcome.tokens):
             delta = request.completion.push(token)
             request.here += 1
             request.accepted += int(position < outcome.accepted)
-            request.events.push(token, delta.text)
+            self.counters["accepted_tokens"] += int(position < outcome.accepted)
+            request.events.push(token, delta.text, outcome.logprobs[position] if outcome.logprobs else None)
             if delta.finished is not None:
                 self._desk.finish(request, delta.finished)
                 self._wake()

@@ -1,101 +1,199 @@
-"""Whom to ask for drafts, what to tell them, and which answers to believe. Pure: no I/O, no clock, no torch."""
+"""Whom to ask for drafts, for how many, how long to wait, which answers to believe. Pure: no I/O, no clock, no torch.
+
+Every sequence has its own expectation of what drafts bring it (`depth.Acceptance`), learned by comparing what was
+guessed with the tokens that came, whether the guess was verified in a step or not. Where drafting does not pay, nobody
+waits and nothing is verified; but now and then the drafter is asked beside a step that runs anyway, and its guess
+compared: that costs nothing but the drafter's own time, which is kept to `PROBE_SHARE`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
 
+from services.decode.costs import StepCosts
+from services.decode.depth import NOTHING, Acceptance, Prospect, allot
+from services.decode.drafters import UNREAD, Ask, DrafterState
 from services.decode.sequence import Sequence
+from services.decode.sessions import Guess, Session
 from shared.messages import MAX_BATCH, Draft, DraftItem
 from shared.peers import rendezvous
 
-MISSES_TO_PAUSE = 4
-MAX_PAUSE = 256  # steps
-
-
-@dataclass(slots=True)
-class _Known:
-    """What a drafter was told about a sequence."""
-
-    drafter: str
-    tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Patience:
-    """A drafter that keeps missing the deadline is left alone for a growing number of steps, then tried again."""
-
-    misses: int = 0
-    pause: int = 0
-    resume_at: int = 0
+MEMORY = 10.0  # answers that a sequence's expectation remembers
+PROBE_DEPTH = 4
+PROBE_SHARE = 0.015
+"""Of the time of steps, so much may drafters spend on asks that nobody waits for: they may share the cores."""
+FREE_PROBES = 3  # the first ones of a drafter: it must show itself
+MAX_DEBT = 5.0  # steps' time that such asks may have cost beyond their share: no longer break than 250 steps
 
 
 class DraftBook:
-    """Bookkeeping of drafts for the sequences of one decode worker."""
+    """Bookkeeping of drafts for the sequences of one decode worker.
 
-    def __init__(self, depth: int, vocab_size: int) -> None:
+    A caller alternates `plan`, `probes` and `settle` with steps, and tells the time of each (`stepped`); what becomes
+    of asks may be told at any time.
+    """
+
+    def __init__(
+        self, depth: int, vocab_size: int, *, longest_wait: float, step_tokens: int, adaptive: bool = True
+    ) -> None:
+        """`longest_wait` in seconds; not `adaptive`: always `depth` drafts and `longest_wait`."""
         self.depth = depth
         self._vocab = vocab_size
-        self._known: dict[str, _Known] = {}
-        self._patience: dict[str, _Patience] = {}
+        self._longest_wait = longest_wait
+        self._step_tokens = step_tokens
+        self._adaptive = adaptive
+        self._costs = StepCosts()
+        self._sessions: dict[str, Session] = {}
+        self._drafters: dict[str, DrafterState] = {}
         self._ended: dict[str, list[str]] = {}
+        self._credit = 0.0
+        self._disturbed = False
+        """A drafter may be at work beside the coming step, which tells nothing of what a step costs then."""
         self._step = 0
 
-    def next_step(self) -> None:
-        self._step += 1
+    # Steps
 
-    def asks(self, sequences: Iterable[Sequence], drafters: list[str]) -> dict[str, list[DraftItem]]:
-        """Per drafter, what to ask for. A sequence stays with its drafter while that one lives."""
-        out: dict[str, list[DraftItem]] = {}
-        if not self.depth:
-            return out
+    def stepped(self, sequences: int, positions: int, seconds: float) -> None:
+        """A step of generating sequences only took so long, for one position each and all their drafts."""
+        if not self._disturbed:
+            self._costs.see(sequences, positions, seconds)
+        self._credit = min(max(self._credit, -MAX_DEBT * seconds) + PROBE_SHARE * seconds, 0.0)
+
+    def plan(self, sequences: Seq[Sequence], drafters: Seq[str]) -> tuple[list[Ask], float]:
+        """What to ask before the next step of these generating `sequences`, and the seconds to wait for the answers."""
+        self._step += 1
+        self._drafters = {d: self._drafters.get(d) or DrafterState() for d in drafters}
+        self._ended = {d: sessions for d, sessions in self._ended.items() if d in self._drafters}
+        if not self.depth or not sequences:
+            return [], 0.0
         for sequence in sequences:
-            room = min(self.depth, sequence.max_tokens - sequence.generated - 1)
-            drafter = rendezvous(sequence.id, drafters)
-            if room <= 0 or drafter is None or self._paused(drafter):
+            self._attend(sequence)
+        cost = self._costs.line(len(sequences))
+        if not self._adaptive:
+            depths, wait = [self._room(s) for s in sequences], self._longest_wait
+        elif cost is None or not self._costs.sure(len(sequences)):
+            return [], 0.0
+        else:
+            in_vain = min(self._longest_wait, cost.at(float(len(sequences))))
+            arrivals = {d: s.arrivals(self.depth, in_vain) for d, s in self._drafters.items()}
+            prospects = [self._prospect(s, arrivals) for s in sequences]
+            allotment = allot(prospects, cost, self._spare(sequences), self._longest_wait)
+            depths, wait = allotment.depths, allotment.wait
+        items: dict[str, list[DraftItem]] = {}
+        for sequence, depth in zip(sequences, depths, strict=True):
+            session = self._sessions[sequence.id]
+            if depth > self._held(sequence) and self._may_wait(sequence):
+                items.setdefault(session.drafter, []).append(self._item(sequence, depth))
+        return [self._open(Ask(d, asked, awaited=True)) for d, asked in items.items()], wait
+
+    def probes(self, sequences: Iterable[Sequence]) -> list[Ask]:
+        """What to ask beside the next step, for those that have no drafts and may want some. Nobody waits for it."""
+        items: dict[str, list[DraftItem]] = {}
+        for sequence in sequences:
+            session = self._sessions.get(sequence.id)
+            if session is None or session.guess is not None or not self._room(sequence):
                 continue
-            out.setdefault(drafter, []).append(self._item(sequence, drafter, room))
+            drafter = self._drafters.get(session.drafter)
+            if drafter is None or self._step < session.probe_at or not drafter.may_probe(self._step):
+                continue
+            if self._credit < 0 and drafter.trip.seen > FREE_PROBES and not self._to_be_read(sequence):
+                continue
+            if not self._adaptive and not drafter.doubted:
+                continue
+            session.probing, session.probe_at = True, self._step + session.gap
+            items.setdefault(session.drafter, []).append(self._item(sequence, min(PROBE_DEPTH, self._room(sequence))))
+        self._disturbed = bool(items)
+        paid = self._credit >= 0
+        return [self._open(Ask(d, asked, awaited=False, paid=paid)) for d, asked in items.items()]
+
+    def settle(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, str]]:
+        """Give each of the generating `sequences` the drafts worth verifying; returns those that have some, with
+        drafter and source."""
+        here = [s for s in sequences if s.id in self._sessions]
+        if not here:
+            return []
+        for sequence in here:
+            self._sessions[sequence.id].follow(sequence.tokens)
+        cost = self._costs.line(len(here))
+        if self._adaptive and not self._costs.sure(len(here)):
+            depths = [0] * len(here)
+        elif self._adaptive and cost is not None:
+            prospects = [self._sessions[s.id].prospect(self._room(s)) for s in here]
+            depths = allot(prospects, cost, self._spare(here), 0.0).depths
+        else:
+            depths = [self._held(s) for s in here]
+        out = []
+        for sequence, depth in zip(here, depths, strict=True):
+            guess = self._sessions[sequence.id].guess
+            sequence.drafts = guess.left[:depth] if guess else ()
+            if guess and sequence.drafts:
+                out.append((sequence, f"{guess.drafter}:{guess.source}"))
         return out
 
-    def _item(self, sequence: Sequence, drafter: str, k: int) -> DraftItem:
-        known = self._known.get(sequence.id)
-        if known is None or known.drafter != drafter or known.tokens > len(sequence.tokens):
-            known = self._known[sequence.id] = _Known(drafter)
-        base, known.tokens = known.tokens, len(sequence.tokens)
-        sampling = sequence.sampling.model_copy(update={"seed": sequence.seed})
-        return DraftItem(session=sequence.id, base=base, token_ids=sequence.tokens[base:], k=k, sampling=sampling)
+    def _spare(self, sequences: Seq[Sequence]) -> int:
+        return max(self._step_tokens - len(sequences), 0)
 
-    def take(self, sequence: Sequence, draft: Draft) -> bool:
-        """Use an answer if it continues the sequence as it is now and every id is a token; else ignore it."""
-        fits = draft.position == len(sequence.tokens) and sequence.generating
-        if not fits or any(not 0 <= t < self._vocab for t in draft.token_ids):
+    def _room(self, sequence: Sequence) -> int:
+        return max(min(self.depth, sequence.max_tokens - sequence.generated - 1), 0)
+
+    def _held(self, sequence: Sequence) -> int:
+        return self._sessions[sequence.id].held(self._room(sequence))
+
+    def _prospect(self, sequence: Sequence, arrivals: dict[str, Seq[float]]) -> Prospect:
+        session, room = self._sessions[sequence.id], self._room(sequence)
+        here = session.prospect(room)
+        if session.drafter not in arrivals or not self._may_wait(sequence):
+            return here
+        in_time = self._drafters[session.drafter].in_time
+        asked = [in_time * chance for chance in session.acceptance.asked(room)]
+        return Prospect(here.held, asked, arrivals[session.drafter][:room])
+
+    def _may_wait(self, sequence: Sequence) -> bool:
+        session = self._sessions[sequence.id]
+        drafter = self._drafters.get(session.drafter)
+        if drafter is None or session.probing or not drafter.may_wait():
             return False
-        sequence.drafts = tuple(draft.token_ids[: self.depth])
-        return True
+        return not self._adaptive or (drafter.trip.seen > 0 and len(sequence.tokens) - session.told <= UNREAD)
 
-    def unknown(self, sessions: Iterable[str]) -> None:
-        """The drafter lost these: tell it everything next time."""
-        for session in sessions:
-            self._known.pop(session, None)
+    def _to_be_read(self, sequence: Sequence) -> bool:
+        """Whether the drafter should read this prompt now because drafts for it are expected to pay."""
+        session = self._sessions[sequence.id]
+        drafter, cost = self._drafters[session.drafter], self._costs.line(1)
+        if len(sequence.tokens) - session.told <= UNREAD or drafter.doubted or not drafter.trip.seen or cost is None:
+            return False
+        arrivals = drafter.arrivals(self.depth, min(self._longest_wait, cost.at(1.0)))
+        prospect = Prospect((), session.acceptance.asked(self.depth), arrivals)
+        return bool(allot([prospect], cost, self.depth, self._longest_wait).depths[0])
 
-    def answered(self, drafter: str) -> None:
-        self._patience.pop(drafter, None)
+    # Sessions
 
-    def missed(self, drafter: str, sessions: Iterable[str]) -> None:
-        """It did not answer in time. Whether it got what it was told is unknown, so it is told all of it again."""
-        self.unknown(sessions)
-        patience = self._patience.setdefault(drafter, _Patience())
-        patience.misses += 1
-        if patience.misses >= MISSES_TO_PAUSE:
-            patience.pause = min(max(patience.pause * 2, MISSES_TO_PAUSE), MAX_PAUSE)
-            patience.resume_at = self._step + patience.pause
+    def _attend(self, sequence: Sequence) -> None:
+        """Find the sequence's drafter, with which it stays while that lives, and see what became of the last guess."""
+        drafter = rendezvous(sequence.id, list(self._drafters)) or ""
+        session = self._sessions.get(sequence.id)
+        if session is None or (session.drafter != drafter and drafter):
+            known = self._drafters.get(drafter)
+            expected = known.acceptance.child(MEMORY) if known else Acceptance(MEMORY)
+            self.end(sequence.id)
+            session = self._sessions[sequence.id] = Session(drafter, expected)
+        session.follow(sequence.tokens)
 
-    def _paused(self, drafter: str) -> bool:
-        patience = self._patience.get(drafter)
-        return patience is not None and self._step < patience.resume_at
+    def _item(self, sequence: Sequence, k: int) -> DraftItem:
+        session = self._sessions[sequence.id]
+        base, session.told = session.told, len(sequence.tokens)
+        return DraftItem(
+            session=sequence.id,
+            base=base,
+            token_ids=sequence.tokens[base:],
+            k=k,
+            sampling=sequence.sampling.model_copy(update={"seed": sequence.seed}),
+            prompt_len=sequence.prompt_len,
+            salt=sequence.lineage.salt,
+        )
 
     def end(self, session: str) -> None:
-        if (known := self._known.pop(session, None)) is not None:
+        if (known := self._sessions.pop(session, None)) is not None and known.told:
             self._ended.setdefault(known.drafter, []).append(session)
 
     def take_ended(self, drafter: str) -> list[str]:
@@ -104,3 +202,69 @@ class DraftBook:
         if len(ended) > MAX_BATCH:
             self._ended[drafter] = ended[MAX_BATCH:]
         return ended[:MAX_BATCH]
+
+    # Asks
+
+    def _open(self, ask: Ask) -> Ask:
+        self._drafters[ask.drafter].open[ask.awaited] = ask
+        return ask
+
+    def missed(self, ask: Ask) -> None:
+        """It is not here in time. It may still come and be of use; until then nobody waits for this drafter."""
+        if (drafter := self._drafters.get(ask.drafter)) is not None:
+            drafter.doubted = True
+
+    def lost(self, ask: Ask) -> None:
+        """No answer will come, or none that makes sense. The drafter is told everything again the next time."""
+        self._closed(ask, {i.session for i in ask.items})
+        if (drafter := self._drafters.get(ask.drafter)) is not None:
+            drafter.lost(ask, self._step)
+
+    def answered(self, ask: Ask, drafts: Iterable[Draft], unknown: Iterable[str], seconds: float) -> int:
+        """Take in an answer; returns how many of its drafts are forged or misplaced and therefore ignored.
+
+        `seconds`: how long it took. What comes true of a late one is no use to verify any more, but tells how good the
+        drafter is; what is left beyond that is as good as new.
+        """
+        drafter = self._drafters.get(ask.drafter)
+        if drafter is not None:
+            in_time = seconds <= self._longest_wait and not (ask.awaited and drafter.doubted)
+            drafter.answered(ask, seconds, in_time)
+        if ask.paid:
+            self._credit -= seconds
+        asked = {i.session: i for i in ask.items}
+        self._closed(ask, asked.keys() & set(unknown))
+        ignored = 0
+        for draft in drafts:
+            if draft.session not in asked or not self._fits(draft, asked[draft.session]):
+                ignored += 1
+            elif draft.token_ids:
+                del asked[draft.session]
+                self._take(ask.drafter, draft)
+        for name, item in asked.items():
+            if len(item.token_ids) <= UNREAD:  # else it was busy reading
+                self._nothing(name)
+        return ignored
+
+    def _closed(self, ask: Ask, unknown: Collection[str]) -> None:
+        """No more will come of this ask, and the drafter does not know these sequences."""
+        for item in ask.items:
+            session = self._sessions.get(item.session)
+            if session is not None and session.drafter == ask.drafter:
+                session.probing &= ask.awaited
+                if item.session in unknown:
+                    session.told = 0
+
+    def _fits(self, draft: Draft, item: DraftItem) -> bool:
+        """Whether it continues what was asked about, with tokens that exist."""
+        return draft.position == item.base + len(item.token_ids) and all(t < self._vocab for t in draft.token_ids)
+
+    def _take(self, drafter: str, draft: Draft) -> None:
+        if (session := self._sessions.get(draft.session)) is not None:
+            session.acceptance.answered(draft.source)
+            session.guess = Guess(drafter, draft.source, draft.position, tuple(draft.token_ids[: self.depth]))
+
+    def _nothing(self, name: str) -> None:
+        if (session := self._sessions.get(name)) is not None:
+            session.acceptance.answered(NOTHING)
+            session.encourage(False)

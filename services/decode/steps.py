@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import structlog
 
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome, Sequence, Work
-from shared.engine.base import BadSpans, StepEngine
+from shared.engine.base import BadSpans, Sampled, StepEngine
 from shared.errors import RequestError, TrineError
 from shared.lifecycle import Phase
 from shared.telemetry import Counters, Spent
@@ -21,7 +22,10 @@ log = structlog.get_logger()
 
 
 class Steps:
-    """`in_engine` runs a blocking call in the engine thread; `fail` ends a sequence's request with an error."""
+    """`in_engine` runs a blocking call in the engine thread; `fail` ends a sequence's request with an error.
+
+    `timed` is told of each step in which nobody's prompt is computed: its sequences, positions and seconds.
+    """
 
     def __init__(
         self,
@@ -30,12 +34,14 @@ class Steps:
         in_engine: Callable[..., Awaitable[Any]],
         fail: Callable[[Sequence, TrineError], None],
         counters: Counters,
+        timed: Callable[[int, int, float], None],
     ) -> None:
         self._engine = engine
         self._scheduler = scheduler
         self._in_engine = in_engine
         self._fail = fail
         self._counters = counters
+        self._timed = timed
         self._spent = Spent()
         self._failed_alone = 0
 
@@ -45,6 +51,7 @@ class Steps:
         Raises the step's error when nothing succeeds and nobody is to blame: the engine is broken. Ending with it lets
         others serve the requests that are held here.
         """
+        started = time.perf_counter()
         try:
             sampled = await self._step(works)
         except Exception as error:
@@ -52,12 +59,14 @@ class Steps:
             log.exception("step failed", exc_info=error, requests=[w.sequence.id for w in works])
             return await self._isolate(works, error)
         self._failed_alone = 0
+        if all(len(w.span.token_ids) == 1 + w.drafts for w in works):
+            self._timed(len(works), len(works) + sum(w.drafts for w in works), time.perf_counter() - started)
         return self._scheduler.complete(works, sampled)
 
-    async def _step(self, works: list[Work]) -> list[list[int]]:
+    async def _step(self, works: list[Work]) -> list[Sampled]:
         try:
-            sampled: list[list[int]] = await self._in_engine(
-                self._spent.run, self._engine.step, [w.span for w in works]
+            sampled: list[Sampled] = await self._in_engine(
+                self._spent.run, self._engine.sample, [w.span for w in works]
             )
             return sampled
         finally:
@@ -66,7 +75,7 @@ class Steps:
     async def _isolate(self, works: list[Work], first: Exception) -> list[Outcome]:
         good: list[Work] = []
         errors = [first]
-        sampled: list[list[int]] = []
+        sampled: list[Sampled] = []
         for work in works if len(works) > 1 else []:
             try:
                 sampled += await self._step([work])

@@ -8,36 +8,39 @@ import anyio
 
 from services.drafter.config import DrafterSettings
 from services.drafter.service import DrafterWorker
-from services.drafter.sources.lookup import Lookup
 from services.drafter.sources.model import ModelSource
+from services.drafter.sources.suffix import SuffixSource
 from shared.engine.fingerprint import vocabulary_digest
 from shared.errors import ConfigError
 from shared.tokenizer import Tokenizer
+from shared.vocabulary import Comparison, Vocabulary
 from shared.worker import Connect, load_draft_engine, main, model_folder
 
 
 def build_model_source(settings: DrafterSettings, target: Path, vocabulary: str) -> ModelSource:
-    """The draft model. Blocking. ConfigError if its vocabulary is not the target's."""
+    """The draft model. Blocking. ConfigError if an id of the target's vocabulary is not the same token in its own."""
     folder = model_folder(settings.drafter_model) if settings.drafter_model else target
     if folder != target and vocabulary_digest(folder) != vocabulary:
-        raise ConfigError(f"the vocabulary of drafter_model {settings.drafter_model} is not that of {settings.model}")
+        refusal = Comparison.of(Vocabulary.load(target), Vocabulary.load(folder)).refusal
+        if refusal is not None:
+            raise ConfigError(f"drafter_model {settings.drafter_model} cannot draft for {settings.model}: {refusal}")
     engine = load_draft_engine(settings, folder, None if settings.drafter_model else settings.drafter_layers)
-    return ModelSource(engine, within_budget=settings.draft_source == "auto")
+    return ModelSource(engine)
 
 
 async def make(settings: DrafterSettings, worker: str, connect: Connect) -> DrafterWorker:
     folder = await anyio.to_thread.run_sync(model_folder, settings.model)
     tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
     vocabulary = await anyio.to_thread.run_sync(vocabulary_digest, folder)
-    slow = None
-    if settings.draft_source != "lookup":
-        slow = await anyio.to_thread.run_sync(build_model_source, settings, folder, vocabulary)
+    model = None
+    if settings.draft_source != "suffix":
+        model = await anyio.to_thread.run_sync(build_model_source, settings, folder, vocabulary)
     return DrafterWorker(
         settings,
         await connect("control"),
         worker,
-        instant=[] if settings.draft_source == "model" else [Lookup(settings.lookup_min_match)],
-        slow=slow,
+        suffix=SuffixSource(settings.history_tokens) if settings.draft_source != "model" else None,
+        model=model,
         vocabulary=vocabulary,
         vocab_size=tokenizer.vocab_size,
     )

@@ -10,11 +10,12 @@ from shared.config import Settings
 
 
 class DrafterSettings(Settings):
-    draft_source: Literal["auto", "model", "lookup"] = "auto"
-    """`lookup` continues a repetition found in the sequence; `model` runs the draft model; `auto` combines them."""
+    draft_source: Literal["auto", "model", "suffix"] = "auto"
+    """`suffix` continues what occurred before, in the sequence or in past outputs of the same tenant; `model` runs the
+    draft model; `auto` takes whichever promises more."""
     drafter_model: str = ""
     """Draft model (as `model`); empty: the target's own first `drafter_layers` layers."""
     drafter_layers: Annotated[int, Field(ge=1)] = 8
-    lookup_min_match: Annotated[int, Field(ge=1)] = 2
-    """Shortest repetition worth continuing, in tokens."""
+    history_tokens: Annotated[int, Field(ge=0)] = 131_072
+    """Tokens of past outputs that `suffix` keeps, over all tenants; about 250 bytes each. 0: none."""
     max_sessions: Annotated[int, Field(ge=1)] = 256

@@ -1,42 +1,114 @@
-"""Whether a source is worth asking. Pure: no I/O, no clock, no torch.
+"""For whom the draft model is worth waiting, and how long. Pure: no I/O, no clock, no torch.
 
-A source whose guesses keep being wrong is left out, and tried again now and then.
+An instant answer costs nothing. Waiting for `n` steps of the model delays the asker's whole batch, so what counts is
+the batch's tokens per second: (sequences + drafts expected to be accepted) / (time of the asker's step + time waited).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from services.drafter.sessions import Session
+PASSES = 64  # wishes passed over before the model is tried again
+MAX_PASSES = 4096
+TRIAL = 12  # wishes of one trial
+BACKGROUND = 0.5
+MAX_ASKERS = 256
+SMOOTHING = 0.2
+IDLE_S = 1.0  # an asker silent for longer was not computing
 
-WINDOW = 32.0  # guesses that the running hit rate remembers
-MIN_RATE = 0.1
-PROBE_EVERY = 64
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What can be had for one wish. Numbers of accepted tokens are expectations."""
+
+    instant: float
+    """Accepted tokens of the instant answer; 0 without one."""
+    model: Sequence[float]
+    """Accepted tokens of the model's first 1, 2, ... guesses, as many as may be had at all."""
+    ready: int
+    """Guesses that the model has made already."""
+    behind: float
+    """Steps of the model until its first new guess, beyond that one's own step."""
+
+    def depth(self, steps: int) -> int:
+        """Guesses there are after waiting for so many steps."""
+        return min(self.ready + max(steps - int(self.behind), 0), len(self.model))
+
+    def accepted(self, steps: int) -> tuple[float, int]:
+        """The better of both sources after `steps`: accepted tokens, and the model's depth (0: the instant answer)."""
+        depth = self.depth(steps)
+        by_model = self.model[depth - 1] if depth else 0.0
+        return (by_model, depth) if by_model > self.instant else (self.instant, 0)
+
+
+def choose(options: Sequence[Option], *, asker_s: float, step_s: float, budget_s: float) -> list[int]:
+    """For each wish of one ask the model's guesses to wait for; 0: take the instant answer."""
+    most = max((len(o.model) + int(o.behind) for o in options), default=0)
+    best_rate, best_steps = -1.0, 0
+    for steps in range(int(min(most, budget_s / step_s)) + 1):
+        gain = len(options) + sum(o.accepted(steps)[0] for o in options)
+        rate = gain / (asker_s + steps * step_s)
+        if rate > best_rate:
+            best_rate, best_steps = rate, steps
+    return [o.accepted(best_steps)[1] for o in options]
+
+
+def worth_working(option: Option, *, asker_s: float, step_s: float) -> bool:
+    """Whether the model should read and guess ahead for a wish that it does not answer, to be in time for later ones.
+
+    Its steps may slow down the asker's, with which it may share a machine: by `BACKGROUND` of their time.
+    """
+    return bool(option.model) and option.model[-1] - option.instant > BACKGROUND * step_s / asker_s
 
 
 @dataclass(slots=True)
-class SourceScore:
-    """How often a source's first guess came true, over about the last `WINDOW` guesses."""
+class Trials:
+    """When a model that did not pay is tried again: ever more seldom while it goes on not paying."""
 
-    rate: float = 0.5
-    seen: int = 0
-    passed_over: int = 0
+    passed: int = 0
+    interval: int = PASSES
+    left: int = 0
 
-    def record(self, hit: bool) -> None:
-        self.seen += 1
-        self.rate += (float(hit) - self.rate) / min(self.seen + 1.0, WINDOW)
+    def paid(self) -> None:
+        self.passed, self.interval, self.left = 0, PASSES, 0
 
-    def worth_trying(self) -> bool:
-        """False while it has been wrong too often; every `PROBE_EVERY`-th call is a probe."""
-        if self.seen < WINDOW or self.rate >= MIN_RATE:
+    def due(self) -> bool:
+        """One wish is passed over; True if it is to be drafted for nevertheless."""
+        if self.left:
+            self.left -= 1
             return True
-        self.passed_over += 1
-        return self.passed_over % PROBE_EVERY == 0
+        self.passed += 1
+        if self.passed >= self.interval:
+            self.passed, self.left = 0, TRIAL
+            self.interval = min(self.interval * 2, MAX_PASSES)
+        return False
 
 
-def record_outcome(session: Session, scores: dict[str, SourceScore]) -> None:
-    """Compare the last answer's first token with what the target took at its place, once that is known."""
-    position, tokens, source = session.guessed
-    if tokens and len(session.tokens) > position:
-        scores[source].record(session.tokens[position] == tokens[0])
-        session.guessed = (0, (), "")
+@dataclass(slots=True)
+class Asker:
+    answered_at: float | None = None
+    step_s: float | None = None
+
+
+@dataclass(slots=True)
+class Askers:
+    """How long each decode worker computes between an answer and its next ask."""
+
+    _known: OrderedDict[str, Asker] = field(default_factory=OrderedDict)
+
+    def asks(self, worker: str, now: float) -> float | None:
+        """Its step time as far as it is known, in seconds."""
+        asker = self._known.setdefault(worker, Asker())
+        self._known.move_to_end(worker)
+        if len(self._known) > MAX_ASKERS:
+            self._known.popitem(last=False)
+        if asker.answered_at is not None and (took := now - asker.answered_at) < IDLE_S:
+            asker.step_s = took if asker.step_s is None else asker.step_s + (took - asker.step_s) * SMOOTHING
+        asker.answered_at = None
+        return asker.step_s
+
+    def answered(self, worker: str, now: float) -> None:
+        if (asker := self._known.get(worker)) is not None:
+            asker.answered_at = now

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import anyio
+import anyio.lowlevel
 
+from services.drafter.asks import NOTHING, Ask
 from services.drafter.config import DrafterSettings
-from services.drafter.scheduler import SourceScore, record_outcome
+from services.drafter.scheduler import Askers, Option, Trials, choose, worth_working
 from services.drafter.sessions import MAX_TOKENS, Session, SessionTable
-from services.drafter.sources.base import DraftSource, SlowSource, Wish
+from services.drafter.sources.base import Wish
+from services.drafter.sources.continuation import Continuation
+from services.drafter.sources.model import ModelSource, Plan, kinds
+from services.drafter.sources.suffix import SuffixSource
 from shared.actor import Actor
 from shared.bus.base import Bus, Incoming
 from shared.codec import decode, encode
-from shared.errors import RequestError, TrineError
-from shared.messages import Draft, DraftAsk, DraftItem, Drafts, Load
+from shared.errors import ConfigError, RequestError, TrineError
+from shared.messages import DraftAsk, DraftItem, Load
 
 MAX_PENDING = 256
-
-
-@dataclass(slots=True)
-class _Ask:
-    """One decode worker's ask on its way to an answer."""
-
-    reply: str
-    drafts: list[Draft] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    open: list[Wish] = field(default_factory=list)
-    """Wishes that no instant source could answer."""
+ON_THE_WAY = 0.1
+"""Share of the time an asker waits that its ask and the answer take on the bus."""
 
 
 class DrafterWorker(Actor):
-    """Instant sources answer when the ask arrives. What they leave open goes to the slow source, the asks of all
-    decode workers in one batch. With `auto` nobody is kept waiting for a slow source that will be too late.
+    """The suffix source answers when the ask arrives, and so does the model with what it has guessed ahead. Further
+    guesses are made in single steps, for the asks of all decode workers together.
     """
 
     role = "drafter"
@@ -45,36 +41,39 @@ class DrafterWorker(Actor):
         bus: Bus,
         worker: str,
         *,
-        instant: Sequence[DraftSource],
-        slow: SlowSource | None,
+        suffix: SuffixSource | None,
+        model: ModelSource | None,
         vocabulary: str,
         vocab_size: int,
     ) -> None:
+        """With both sources each wish is answered by the one that promises more in the time. Raises ConfigError."""
+        if suffix is None and model is None:
+            raise ConfigError("a drafter needs a source of drafts", field="draft_source")
         super().__init__(settings, bus, worker)
-        self._instant = list(instant)
-        self._slow = slow
-        self._adaptive = settings.draft_source == "auto"
+        self._suffix = suffix
+        self._model = model
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._sessions = SessionTable(settings.max_sessions)
-        self._scores = {s.name: SourceScore() for s in [*instant, *([slow] if slow else [])]}
-        self._pending: list[_Ask] = []
-        self._unread: dict[Session, Wish] = {}  # by session, prompts too long to be answered in time
-        self._ended: list[Session] = []
-        self._arrived = anyio.Event()
-        self._busy = False
+        self._records = {source.name: source.record for source in (suffix, model) if source}
+        self._askers = Askers()
+        self._trials = Trials()
+        self._pending: list[Ask] = []
+        self._to_step = anyio.Event()
+        self._to_index = anyio.Event()
+        self._stepping = False
 
     def vocabulary(self) -> str:
         return self._vocabulary
 
     def load(self) -> Load:
-        return Load(running=int(self._busy), waiting=len(self._pending))
+        return Load(running=int(self._stepping), waiting=len(self._pending))
 
     async def setup(self) -> None:
         await self.bus.subscribe(self.subjects.draft(self.worker), self._on_ask)
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        return {"slow source": self._slow_drafts}
+        return {"model": self._steps, "index": self._index}
 
     async def drain(self) -> None:
         """Nothing to hand back: decode workers see the beat and ask elsewhere."""
@@ -88,15 +87,22 @@ class DrafterWorker(Actor):
             self.counters["bad_messages"] += 1
             self.log.warning("bad ask", error=error.message, field=error.field)
             return
-        ask = self._take_in(asked, message.reply)
-        for source in self._instant:
-            self._use(ask, source.name, source.draft(ask.open))
-        if not self._leave_to_slow(ask):
+        now = time.monotonic()
+        asker_s = self._askers.asks(asked.worker, now)
+        wait_s = asked.wait_ms / 1e3 * (1 - ON_THE_WAY)
+        ask = Ask(asked.worker, message.reply, wait_s, now + wait_s)
+        self._take_in(asked, ask)
+        self._answer(ask, asker_s or wait_s)
+        self._wake()
+        if ask.open and len(self._pending) >= MAX_PENDING:
+            self._settle_all(ask)
+        if ask.open:
+            self._pending.append(ask)
+        else:
             await self._send(ask)
 
-    def _take_in(self, asked: DraftAsk, reply: str) -> _Ask:
+    def _take_in(self, asked: DraftAsk, ask: Ask) -> None:
         """Bring the sessions up to date and list what is wanted."""
-        ask = _Ask(reply)
         self._end(s for name in asked.ended if (s := self._sessions.end((asked.worker, name))))
         named = Counter(i.session for i in asked.items)
         ask.unknown = [name for name, times in named.items() if times > 1]  # which of them to believe?
@@ -106,116 +112,142 @@ class DrafterWorker(Actor):
             if session is None or session.ended:
                 ask.unknown.append(item.session)
                 continue
-            record_outcome(session, self._scores)
-            tokens = session.tokens
-            ask.open.append(Wish(session, tokens, len(tokens), item.k, item.sampling, asked.wait_ms / 1e3))
-        return ask
+            self._learn(session)
+            ask.wishes.append(Wish(session, session.tokens, len(session.tokens), item.k, item.sampling))
 
     def _update(self, worker: str, item: DraftItem) -> Session | None:
         """The session as it is told now; a session told what cannot be is dropped."""
-        key = (worker, item.session)
         length = item.base + len(item.token_ids)
-        if 0 < length <= MAX_TOKENS and max(item.token_ids, default=0) < self._vocab_size:
-            return self._sessions.update(key, item.base, item.token_ids)
-        if (session := self._sessions.end(key)) is not None:
+        highest = max([0, *item.token_ids, *item.sampling.logit_bias])
+        if 0 < length <= MAX_TOKENS and highest < self._vocab_size:
+            return self._sessions.update(worker, item)
+        if (session := self._sessions.end((worker, item.session))) is not None:
             self._end([session])
         return None
 
-    def _use(self, ask: _Ask, source: str, found: Sequence[list[int]]) -> None:
-        left = []
-        for wish, tokens in zip(ask.open, found, strict=True):
-            if not tokens:
-                left.append(wish)
-                continue
-            wish.session.guessed = (wish.length, tuple(tokens), source)
-            self.counters[f"drafted_{source}"] += len(tokens)
-            ask.drafts.append(Draft(session=wish.session.key[1], position=wish.length, token_ids=tokens, source=source))
-        ask.open = left
+    def _learn(self, session: Session) -> None:
+        """Compare the last answer with what the target took, once something of that is known."""
+        guess = session.guess
+        if guess is not None and len(session.tokens) > guess.position:
+            self._records[guess.source].learn(guess, session.tokens, session.fits[guess.source])
+            session.guess = None
 
-    def _leave_to_slow(self, ask: _Ask) -> bool:
-        """Whether the slow source will answer this ask."""
-        slow = self._slow
-        if slow is None or not ask.open or len(self._pending) >= MAX_PENDING:
-            return False
-        if self._adaptive:
-            if self._busy or not self._scores[slow.name].worth_trying():
-                return False
-            late = {w.session: w for w in ask.open if slow.expected_s(w) > w.budget_s}
-            self._unread.update(late)  # read meanwhile, to be in time later
-            ask.open = [w for w in ask.open if w.session not in late]
-        self._arrived.set()
-        if ask.open:
-            self._pending.append(ask)
-        return bool(ask.open)
+    # Which source
 
-    async def _send(self, ask: _Ask) -> None:
+    def _answer(self, ask: Ask, asker_s: float) -> None:
+        """Answer what can be answered at once; the rest is left to the model."""
+        quick = [self._suffix.draft(w) if self._suffix else NOTHING for w in ask.wishes]
+        for wish, found, depth in zip(ask.wishes, quick, self._depths(ask, quick, asker_s), strict=True):
+            if self._model and depth:
+                self._model.want(wish, depth)
+            if self._model and depth and self._model.waits(wish):
+                ask.open[wish] = (found, depth)
+            else:
+                self._settle(ask, wish, found, depth)
+
+    def _depths(self, ask: Ask, quick: Sequence[Continuation], asker_s: float) -> list[int]:
+        """For each wish the model's guesses to wait for."""
+        model = self._model
+        if model is None or self._suffix is None:
+            return [model.room(w) if model else 0 for w in ask.wishes]
+        options = [self._option(model, w, found) for w, found in zip(ask.wishes, quick, strict=True)]
+        budget_s = max(ask.wait_s - (model.step_s if self._stepping else 0.0), 0.0)
+        depths = choose(options, asker_s=asker_s, step_s=model.step_s, budget_s=budget_s)
+        for index, (wish, option) in enumerate(zip(ask.wishes, options, strict=True)):
+            if depths[index]:
+                self._trials.paid()
+            elif worth_working(option, asker_s=asker_s, step_s=model.step_s):
+                model.want(wish, 0)
+            elif option.model and self._trials.due():
+                model.want(wish, 0)
+                depths[index] = option.depth(int(budget_s / model.step_s))
+        return depths
+
+    def _option(self, model: ModelSource, wish: Wish, found: Continuation) -> Option:
+        expected = model.record.expected(kinds(model.room(wish)), wish.session.fits[model.name])
+        return Option(found.expected, expected, len(model.ready(wish)), model.behind(wish))
+
+    def _settle(self, ask: Ask, wish: Wish, found: Continuation, depth: int) -> None:
+        """Answer with what there is, of the model's guesses up to `depth`."""
+        guesses = self._model.ready(wish)[:depth] if self._model and depth else []
+        if self._model and guesses:
+            ask.answer(wish, self._model.name, tuple(guesses), kinds(len(guesses)))
+            self.counters["drafted_model"] += len(guesses)
+        else:
+            ask.answer(wish, SuffixSource.name, found.token_ids, found.kinds)
+            self.counters["drafted_suffix"] += len(found.token_ids)
+        if self._model and depth:
+            self._model.answered(wish)
+
+    def _settle_all(self, ask: Ask) -> None:
+        for wish, (found, depth) in list(ask.open.items()):
+            self._settle(ask, wish, found, depth)
+
+    async def _send(self, ask: Ask) -> None:
+        self._askers.answered(ask.worker, time.monotonic())
         if not ask.reply:
             return
         try:
-            answer = Drafts(worker=self.worker, drafts=ask.drafts, unknown=ask.unknown)
-            await self.bus.publish(ask.reply, encode(answer))
+            await self.bus.publish(ask.reply, encode(ask.message(self.worker)))
         except TrineError as error:
             self.counters["answers_unsent"] += 1
             self.log.debug("answer not sent", error=str(error))
 
-    # The slow source
+    # The model
 
-    async def _slow_drafts(self) -> None:
-        if self._slow is None:
-            await anyio.sleep_forever()
-            return
+    async def _steps(self) -> None:
+        """Step while there is something to do; between two steps answer those whose guesses are there."""
         while True:
-            await self._arrived.wait()
-            self._arrived = anyio.Event()
-            self._busy = True
-            await self._answer(self._slow)
-            await self._read_ahead(self._slow)
-            self._busy = False
+            await self._to_step.wait()
+            self._to_step = anyio.Event()
+            while self._model and (plan := self._model.plan()):
+                self._stepping = True
+                await self._step(self._model, plan)
+                self._stepping = False
+                await self._answer_pending(self._model)
+            if self._model:
+                await self._answer_pending(self._model)
 
-    async def _answer(self, slow: SlowSource) -> None:
-        """Of a session asked about again only the newest wish counts: the asker waits no longer for the others."""
-        asks, self._pending = self._pending, []
-        newest = {w.session: w for a in asks for w in a.open}
-        found = await self._draft(slow, list(newest.values()))
-        for ask in asks:
-            self._use(ask, slow.name, [found.get(w, []) for w in ask.open])
+    async def _step(self, model: ModelSource, plan: Plan) -> None:
+        """A model that fails must not cost the other source."""
+        try:
+            out, seconds = await self.in_engine(model.run, plan)
+            model.commit(plan, out, seconds)
+        except Exception as error:
+            self.counters["draft_errors"] += 1
+            self.log.exception("no drafts: the step failed", sessions=len(plan.sessions))
+            model.fail(plan, error)
+
+    async def _answer_pending(self, model: ModelSource) -> None:
+        """Those that have what they wait for, or cannot wait for another step."""
+        last_call = time.monotonic() + model.step_s
+        done = [a for a in self._pending if a.until < last_call or not any(model.waits(w) for w in a.open)]
+        self._pending = [a for a in self._pending if a not in done]
+        for ask in done:
+            self._settle_all(ask)
             await self._send(ask)
 
-    async def _read_ahead(self, slow: SlowSource) -> None:
-        """A piece of one unread prompt; then it is the turn of whoever can be answered in time."""
-        if self._unread:
-            await self._draft(slow, [self._unread.pop(next(iter(self._unread)))])
+    # Beside the asks
 
-    async def _draft(self, slow: SlowSource, wishes: Sequence[Wish]) -> dict[Wish, list[int]]:
-        """What the slow source finds; nothing if it fails, which must not cost the instant sources."""
-        ended, self._ended = self._ended, []
-        alive = [w for w in wishes if not w.session.ended]
-        try:
-            found = await self.in_engine(_run, slow, alive, ended)
-            return dict(zip(alive, found, strict=True))
-        except Exception:
-            self.counters["draft_errors"] += 1
-            self.log.exception("no drafts: the source failed", source=slow.name)
-            return {}
+    def _wake(self) -> None:
+        if self._model and self._model.asked:
+            self._to_step.set()
+        if self._suffix and self._suffix.behind:
+            self._to_index.set()
+
+    async def _index(self) -> None:
+        """Take in long texts, a piece at a time: asks are answered in between."""
+        while True:
+            await self._to_index.wait()
+            self._to_index = anyio.Event()
+            while self._suffix and self._suffix.behind:
+                self._suffix.work()
+                await anyio.lowlevel.checkpoint()
 
     def _end(self, sessions: Iterable[Session]) -> None:
-        """Instant sources forget at once; the slow one when it is next called, in its own thread."""
         for session in sessions:
-            self._unread.pop(session, None)
-            for source in self._instant:
-                source.end(session)
-            if self._slow is not None:
-                self._ended.append(session)
-                self._arrived.set()
-
-
-def _run(source: SlowSource, wishes: Sequence[Wish], ended: Sequence[Session]) -> list[list[int]]:
-    """After an error nothing that the source holds of these sessions is relied on."""
-    for session in ended:
-        source.end(session)
-    try:
-        return source.draft(wishes)
-    except Exception:
-        for wish in wishes:
-            source.end(wish.session)
-        raise
+            if self._suffix:
+                self._suffix.end(session)
+            if self._model:
+                self._model.end(session)
+        self._wake()

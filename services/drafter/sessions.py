@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.drafter.record import Fit, Guess
+from shared.messages import DraftItem
+
 Key = tuple[str, str]  # decode worker, its session
+Scope = tuple[str, str]  # tenant, salt: nothing is ever shared between two of these
 MAX_TOKENS = 1 << 17  # of one session: bounds what an asker can make a drafter hold
 
 
@@ -17,9 +21,18 @@ class Session:
     key: Key
     tokens: list[int] = field(default_factory=list)
     """Only appended to. When tokens change or go away this is another list: what a source holds stays as it was."""
-    guessed: tuple[int, tuple[int, ...], str] = (0, (), "")
-    """Last answer: position, tokens, source; compared with what came of it when the next tokens are told."""
+    prompt_len: int = 0
+    salt: str = ""
+    guess: Guess | None = None
+    """The last answer, until the next tokens tell what came of it."""
+    fits: defaultdict[str, Fit] = field(default_factory=lambda: defaultdict(Fit))
+    """By source."""
     ended: bool = False
+
+    @property
+    def scope(self) -> Scope:
+        """Decode names its sessions `<tenant>/<request>`; a name without a tenant shares with nobody."""
+        return self.key[1].partition("/")[0], self.salt
 
 
 class SessionTable:
@@ -32,18 +45,18 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def update(self, key: Key, base: int, token_ids: Sequence[int]) -> Session | None:
-        """The session with `token_ids` after its first `base` tokens; None if it does not have so many."""
+    def update(self, worker: str, item: DraftItem) -> Session | None:
+        """The session with the item's tokens after its first `base` tokens; None if it does not have so many."""
+        key, base, told = (worker, item.session), item.base, item.token_ids
         session = self._sessions.get(key)
+        if session is not None and session.salt != item.salt:
+            return None
         if session is None and base == 0:
-            session = self._sessions[key] = Session(key)
+            session = Session(key, prompt_len=item.prompt_len or len(told), salt=item.salt)
+            self._sessions[key] = session
         if session is None or base > len(session.tokens):
             return None
-        told_before = session.tokens[base:]
-        if told_before == list(token_ids[: len(told_before)]):
-            session.tokens.extend(token_ids[len(told_before) :])
-        else:
-            session.tokens = [*session.tokens[:base], *token_ids]
+        _tell(session, base, told)
         self._sessions.move_to_end(key)
         return session
 
@@ -59,3 +72,11 @@ class SessionTable:
         for session in beyond:
             self.end(session.key)
         return beyond
+
+
+def _tell(session: Session, base: int, told: Sequence[int]) -> None:
+    known = session.tokens[base:]
+    if known == list(told[: len(known)]):
+        session.tokens.extend(told[len(known) :])
+    else:
+        session.tokens = [*session.tokens[:base], *told]

@@ -9,10 +9,11 @@ from typing import Protocol
 from shared.engine.span import Span
 from shared.errors import TrineError
 from shared.messages import Identity
+from shared.sampling.fields import Logprob
 
 
 class BadSpans(TrineError):
-    """The model's output for `spans` (indices into those given to `step`) is NaN or infinite, so no token was chosen.
+    """The logits for `spans` (indices into those given) have no finite maximum, so no token was chosen.
 
     Their KV is unusable. The other spans can be stepped again as they are.
     """
@@ -48,8 +49,17 @@ class ModelInfo:
     """Sequences that may be under way at once, where the KV codec keeps something of each (see `Span.slot`); 0: any."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step chose for a span."""
+
+    tokens: list[int]
+    logprobs: list[Logprob] | None = None
+    """Of these tokens, if the span asked for them."""
+
+
 class StepEngine(Protocol):
-    """Runs forward passes over spans. Not thread-safe: one thread calls `step`, `read_block` and `write_block`."""
+    """Runs forward passes over spans. Not thread-safe: one thread steps, reads blocks and writes them."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -57,14 +67,18 @@ class StepEngine(Protocol):
     @property
     def identity(self) -> Identity: ...
 
-    def step(self, spans: Sequence[Span]) -> list[list[int]]:
+    def sample(self, spans: Sequence[Span]) -> list[Sampled]:
         """One forward pass over all spans; for each, the `span.rows` tokens chosen after its last `rows` positions.
 
         Blocking. The KV of all tokens given is in the spans' blocks afterwards. Raises RequestError for a span that
         cannot be run (nothing is computed then); after any error the engine can be used again, but the blocks of the
         spans given hold undefined values at and after each span's start. Raises BadSpans when some have no usable
-        output.
+        output, or when their adjustments leave no token to choose.
         """
+        ...
+
+    def step(self, spans: Sequence[Span]) -> list[list[int]]:
+        """As `sample`, but the tokens alone."""
         ...
 
     def read_block(self, block: int) -> memoryview:

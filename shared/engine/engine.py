@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shared.engine.base import BadSpans, ModelInfo
+from shared.engine.base import BadSpans, ModelInfo, Sampled
 from shared.engine.codecs.base import Codec, PerBlock
 from shared.engine.codecs.registry import codec_of
 from shared.engine.fingerprint import fingerprint, vocabulary_digest
@@ -20,6 +21,7 @@ from shared.engine.tails import TailBook
 from shared.engine.validate import check
 from shared.errors import ConfigError
 from shared.messages import Identity
+from shared.sampling.logprobs import logprobs
 from shared.sampling.sampler import BadLogits, Row, sample
 
 Progress = Callable[[str, float], None]
@@ -149,21 +151,23 @@ class Engine:
         with torch.inference_mode():
             self._runner.warm_up()
 
-    def step(self, spans: Sequence[Span]) -> list[list[int]]:
-        """Per span the `rows` tokens that follow its last `rows` positions. See `StepEngine.step`."""
+    def sample(self, spans: Sequence[Span]) -> list[Sampled]:
+        """Per span the `rows` tokens that follow its last `rows` positions. See `StepEngine.sample`."""
         logits, keep = self._forward(spans)
-        rows = [
-            Row(span.sampling, span.seed, span.start + index + 1)
-            for span in spans
-            for index in range(len(span.token_ids) - span.rows, len(span.token_ids))
-        ]
         try:
-            tokens = iter(sample(logits, rows))
+            tokens = sample(logits, [row for span in spans for row in _rows(span)])
         except BadLogits as error:
             owners = [i for i, span in enumerate(spans) for _ in range(span.rows)]
             raise BadSpans(tuple(sorted({owners[row] for row in error.rows}))) from None
+        scores = logprobs(logits, tokens, [span.logprobs for span in spans for _ in range(span.rows)])
         self._done(spans, keep)
-        return [[next(tokens) for _ in range(span.rows)] for span in spans]
+        ends = list(accumulate(span.rows for span in spans))
+        parts = [slice(end - span.rows, end) for span, end in zip(spans, ends, strict=True)]
+        return [Sampled(tokens[part], [s for s in scores[part] if s is not None] or None) for part in parts]
+
+    def step(self, spans: Sequence[Span]) -> list[list[int]]:
+        """See `StepEngine.step`."""
+        return [sampled.tokens for sampled in self.sample(spans)]
 
     def forward(self, spans: Sequence[Span]) -> Tensor:
         """Logits of the rows asked for, [sum of rows, vocab] float32, in the order of the spans.
@@ -203,6 +207,14 @@ class Engine:
     def write_block(self, block: int, data: bytes | bytearray | memoryview) -> None:
         """See `StepEngine.write_block`."""
         self._pool.write(block, data)
+
+
+def _rows(span: Span) -> Iterator[Row]:
+    """How each token that the span asks for is chosen."""
+    length = len(span.token_ids)
+    for index in range(length - span.rows, length):
+        guessed = span.token_ids[length - span.guesses : index + 1] if span.adjustments else ()
+        yield Row(span.sampling, span.seed, span.start + index + 1, span.adjustments, guessed)
 
 
 def _blocks_within(memory_mb: int, block_bytes: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from shared.cache.naming import LAYOUT_VERSION
 from shared.engine.digests import cached
 from shared.errors import ModelError
+from shared.vocabulary import pairs
 
 _MAX_HEADER = 100 << 20
 _CHUNK = 1 << 22
@@ -92,11 +93,8 @@ def _digest_of(file: Any, length: int, path: Path) -> str:
 
 def _vocabulary(path: Path) -> list[str]:
     try:
-        tokenizer = json.loads(path.read_bytes())
-        vocab = tokenizer["model"]["vocab"]
-        pairs = list(vocab.items()) if isinstance(vocab, dict) else [(t[0], i) for i, t in enumerate(vocab)]
-        pairs += [(t["content"], t["id"]) for t in tokenizer.get("added_tokens") or []]
-        lines = sorted({f"{int(index)} {json.dumps(token)}" for token, index in pairs})
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        found = pairs(json.loads(path.read_bytes()))
+        lines = sorted({f"{index} {json.dumps(token)}" for index, token in found})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     return [hashlib.sha256("\n".join(lines).encode()).hexdigest()]

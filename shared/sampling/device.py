@@ -35,11 +35,11 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     from shared.kernels.sampling import gumbel_argmax  # needs a GPU, or Triton's interpreter
 
     numbers, filtered = _packed(rows)
-    table = _moved(torch.from_numpy(numbers), logits.device)
+    table = moved(torch.from_numpy(numbers), logits.device)
     floats = table.view(torch.float64)
     tops = logits.amax(dim=-1)  # NaN if one is NaN
     if filtered:
-        at = _moved(torch.tensor(filtered), logits.device)
+        at = moved(torch.tensor(filtered), logits.device)
         limits = Limits(floats[2, at], table[3, at], floats[4, at], floats[5, at])
         ranks = any(rows[i].sampling.top_k or rows[i].sampling.top_p < 1 for i in filtered)
         logits = logits.index_copy(0, at, keep(logits[at], limits, ranks=ranks))
@@ -87,6 +87,6 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _moved(host: Tensor, device: torch.device) -> Tensor:
+def moved(host: Tensor, device: torch.device) -> Tensor:
     """On `device`, without waiting. Pinned memory is not used again before the copy has been made: torch sees to it."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

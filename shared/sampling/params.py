@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from shared.messages import Sampling
+from shared.sampling.adjustments import Adjustments
+from shared.sampling.fields import Sampling
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0: the noise could then only decide between logits closer than about 2e-4,
@@ -17,12 +18,15 @@ class Row:
     """How one row of logits becomes a token.
 
     `position` is the index of the token to choose in the whole sequence, prompt included: the number of tokens that
-    stand before it. Target and drafter must count alike, or their noise differs and drafts are refused.
+    stand before it. Target and drafter must count alike, or their noise differs and drafts are refused. `guessed` are
+    the last of those tokens, as far as the `adjustments` were not told to take them.
     """
 
     sampling: Sampling
     seed: int
     position: int
+    adjustments: Adjustments | None = None
+    guessed: tuple[int, ...] = ()
 
 
 def is_greedy(sampling: Sampling) -> bool:

@@ -1,4 +1,4 @@
-"""Logits to tokens: the argmax of filtered, scaled logits plus Gumbel noise keyed by seed and position.
+"""Logits to tokens: the argmax of adjusted, scaled, filtered logits plus Gumbel noise keyed by seed and position.
 
 The same rule serves first tokens, decode steps, verification of drafts and the drafter itself; that is what makes
 the text independent of drafts, of batching and of restarts.
@@ -16,12 +16,16 @@ from shared.sampling.device import choose
 from shared.sampling.filters import candidates
 from shared.sampling.noise import MAX_GUMBEL, gumbel, gumbel_of
 from shared.sampling.params import Row, is_greedy
+from shared.sampling.processing import adjusted
 
 __all__ = ["BadLogits", "Row", "sample"]
 
 
 class BadLogits(TrineError):
-    """Rows whose largest logit is NaN or infinite. `rows` are their indices; the other rows can be sampled again."""
+    """Rows whose largest logit, after bias and penalties, is NaN or infinite.
+
+    `rows` are their indices; the other rows can be sampled again.
+    """
 
     def __init__(self, rows: tuple[int, ...]) -> None:
         super().__init__(f"logits without a finite maximum in rows {list(rows)[:8]}: the model's output is unusable")
@@ -31,13 +35,15 @@ class BadLogits(TrineError):
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """The token of each row of `logits` [len(rows), vocab] (float32, any device).
 
-    A row's token depends on that row alone. Greedy rows take the largest logit, equal ones the lowest id.
+    A row's token depends on that row alone. Greedy rows take the largest logit, equal ones the lowest id. `logits` are
+    not changed.
     Raises BadLogits when a row holds NaN or +inf, or nothing but -inf; -inf masks single tokens.
     """
     if logits.ndim != 2 or logits.shape[0] != len(rows):
         raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows")
     if not rows:
         return []
+    logits = adjusted(logits, rows)
     return _on_device(logits, rows) if logits.is_cuda else _on_host(logits, rows)
 
 

@@ -57,11 +57,14 @@ class StopMatcher:
         return borders
 
     def advance(self, char: str) -> bool:
-        """Take the next character; True when the stop string ends with it. Not to be called after that."""
+        """Take the next character; True when the stop string ends with it."""
         while self.matched and self.stop[self.matched] != char:
             self.matched = self._fallback[self.matched]
         self.matched += self.stop[self.matched] == char
-        return self.matched == len(self.stop)
+        if self.matched < len(self.stop):
+            return False
+        self.matched = self._fallback[self.matched]  # of the next one, should this one not count
+        return True
 
 
 class Completion:
@@ -69,11 +72,17 @@ class Completion:
 
     It ends with the first of: an EOS token; the first character at which some stop string is complete, the text being
     cut before that string (before the longest, if several end there); the `max_tokens`-th token. A stop wins over the
-    length when one token brings both. EOS tokens count as tokens and show no text.
+    length when one token brings both. EOS tokens count as tokens and show no text. A stop string that the first
+    `min_tokens` tokens complete is ordinary text; that they are no EOS is the sampler's business.
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, eos_ids: Collection[int], stops: Sequence[str], max_tokens: int
+        self,
+        detokenizer: Detokenizer,
+        eos_ids: Collection[int],
+        stops: Sequence[str],
+        max_tokens: int,
+        min_tokens: int = 0,
     ) -> None:
         """Raises ValueError for an empty stop string or less than one token."""
         if max_tokens < 1:
@@ -82,6 +91,7 @@ class Completion:
         self._eos_ids = frozenset(eos_ids)
         self._matchers = [StopMatcher(stop) for stop in stops]
         self._max_tokens = max_tokens
+        self._min_tokens = min_tokens
         self._held = ""
         self._shown: list[str] = []
         self._ended = False
@@ -133,7 +143,7 @@ class Completion:
         pending = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             cut = max((len(m.stop) for m in self._matchers if m.advance(char)), default=0)
-            if cut:
+            if cut and self.token_count > self._min_tokens:
                 self._held = ""
                 return pending[: end - cut], True
         keep = len(pending) - max((m.matched for m in self._matchers), default=0)

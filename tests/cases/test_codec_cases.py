@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -86,7 +87,8 @@ async def test_case_26_local_remote_and_restarted_decode_say_the_same(
     sampling = Sampling(temperature=temperature, seed=5)
     expected = [alone(engine(model, codec, slots=1), prompt, sampling, 5) for prompt in SEQUENCES]
     async with FleetRig() as rig:
-        decode = {"block_size": B, "draft_depth": 4, "draft_wait_ms": 200, "step_tokens": 24}
+        eager: dict[str, Any] = {"draft_depth": 4, "draft_wait_ms": 200, "draft_adaptive": False}
+        decode = {"block_size": B, "step_tokens": 24, **eager}
         await rig.prefill(engine=engine(model, codec), block_size=B)
         await rig.drafter(engine=engine(model, "none"), block_size=B)
         await rig.decode("decode-1", engine(model, codec), **decode)

@@ -25,7 +25,7 @@ EAGER = {"TRINE_DRAFT_SOURCE": "model", "TRINE_DRAFTER_LAYERS": "24"}
 def eager_fleet() -> Iterator[Fleet]:
     with Fleet(
         {"decode": 1, "drafter": 1},
-        env={"TRINE_DRAFT_WAIT_MS": "1000", "TRINE_LOG_FORMAT": "json"},
+        env={"TRINE_DRAFT_WAIT_MS": "1000", "TRINE_DRAFT_ADAPTIVE": "false", "TRINE_LOG_FORMAT": "json"},
         role_env={"drafter": EAGER},
     ) as fleet:
         fleet.wait_ready(120)

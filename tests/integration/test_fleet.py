@@ -96,10 +96,10 @@ async def test_other_weights_never_share_a_block() -> None:
         assert answer.usage.cached_tokens == 0
 
 
-@pytest.mark.parametrize("source", ["model", "lookup", "auto"])
+@pytest.mark.parametrize("source", ["model", "suffix", "auto"])
 async def test_a_drafter_changes_speed_only(source: str) -> None:
     async with FleetRig() as rig:
-        await rig.decode(draft_depth=4, draft_wait_ms=200)
+        await rig.decode(draft_depth=4, draft_wait_ms=200, draft_adaptive=False)
         await rig.drafter(draft_source=source)
         answer = await rig.client().generate(token_ids=prompt(30), max_tokens=60)
         check(answer, prompt(30), 60)
@@ -110,7 +110,7 @@ async def test_a_drafter_changes_speed_only(source: str) -> None:
 
 async def test_a_drafter_that_is_always_wrong_costs_speed_only() -> None:
     async with FleetRig() as rig:
-        await rig.decode(draft_depth=3, draft_wait_ms=200)
+        await rig.decode(draft_depth=3, draft_wait_ms=200, draft_adaptive=False)
         await rig.drafter(engine=FakeEngine(blocks=128, wrong_every=1))
         answer = await rig.client().generate(token_ids=prompt(30), max_tokens=25)
         check(answer, prompt(30), 25)
@@ -121,7 +121,8 @@ async def test_a_drafter_that_is_always_wrong_costs_speed_only() -> None:
 @pytest.mark.parametrize("seeded", [False, True])
 async def test_a_drafter_killed_half_way_is_not_noticed_in_the_text(seeded: bool) -> None:
     async with FleetRig() as rig:
-        await rig.decode(engine=FakeEngine(blocks=128, step_s=0.005, seeded=seeded), draft_depth=3, draft_wait_ms=50)
+        engine = FakeEngine(blocks=128, step_s=0.005, seeded=seeded)
+        await rig.decode(engine=engine, draft_depth=3, draft_wait_ms=50, draft_adaptive=False)
         await rig.drafter(engine=FakeEngine(blocks=128, seeded=seeded))
         stream = rig.client().stream(token_ids=prompt(30), max_tokens=60, seed=9)
         tokens: list[int] = []
@@ -345,7 +346,7 @@ class TestForgery:
             encode(Drafts(worker="evil", drafts=[Draft(session="r", position=31, token_ids=[10**6], source="x")])),
         ]
         async with FleetRig() as rig:
-            worker = await rig.decode(draft_depth=4, draft_wait_ms=50)
+            worker = await rig.decode(draft_depth=4, draft_wait_ms=50, draft_adaptive=False)
             bus, subjects, turn = rig.bus("evil"), Subjects(MODEL), itertools.count()
 
             async def answer(message: Incoming) -> None:

@@ -19,7 +19,7 @@ PROMPT = [n * 7 % 1000 for n in range(60)]
 
 async def test_a_drafter_with_another_vocabulary_is_never_asked() -> None:
     async with FleetRig() as rig:
-        decode = await rig.decode(draft_depth=4, draft_wait_ms=100)
+        decode = await rig.decode(draft_depth=4, draft_wait_ms=100, draft_adaptive=False)
         drafter = await rig.drafter()
         drafter._vocabulary = "another tokenizer"
         await asyncio.sleep(0.2)

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from shared.kernels.sampling import _words
 from shared.messages import Sampling
+from shared.sampling.adjustments import Adjustments
 from shared.sampling.device import Limits, choose, keep
 from shared.sampling.filters import candidates
 from shared.sampling.noise import MASK32, STREAM, philox4x32
 from shared.sampling.params import Row
+from shared.sampling.processing import adjusted
 from shared.sampling.sampler import sample
 
 GREEDY = Sampling(temperature=0.0)
@@ -68,6 +70,20 @@ def test_tokens_are_those_of_the_cpu(seed: int, rows: list[tuple[Sampling, int, 
     before = logits.clone()
     assert choose(logits, drawn).tolist() == sample(logits, drawn)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about the last row
+def test_adjusted_rows_are_chosen_alike_and_one_without_candidates_is_marked() -> None:
+    """Bias and penalties come before the kernels, by the same code on every device."""
+    logits = torch.randn(4, 1500, generator=torch.Generator().manual_seed(6))
+    penalised = Sampling(repetition_penalty=1.3, frequency_penalty=1, logit_bias={7: -100, 1400: 9.0}, min_tokens=2)
+    nothing = Sampling(logit_bias=dict.fromkeys(range(1024), -100.0))
+    samplings = [GREEDY, penalised, penalised.model_copy(update={"temperature": 0.0, "top_k": 5}), nothing]
+    adjustments = [Adjustments.of(s, [1, 1400], [3], [1400]) for s in samplings]
+    rows = [Row(s, 5, 4, a, (1400,)) for s, a in zip(samplings, adjustments, strict=True)]
+    assert choose(adjusted(logits, rows), rows).tolist() == sample(logits, rows)
+    logits[3, 1024:] = -math.inf
+    assert choose(adjusted(logits, rows), rows).tolist() == [*sample(logits[:3], rows[:3]), -1]
 
 
 def test_a_real_vocabulary() -> None:

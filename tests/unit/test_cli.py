@@ -15,6 +15,7 @@ import pytest
 
 from shared.bus.embedded import EmbeddedNats
 from shared.bus.nats import NatsBus
+from shared.messages import Sampling
 from tests.fakes import FakeDecode
 
 pytestmark = pytest.mark.anyio
@@ -91,7 +92,10 @@ async def test_json_is_one_object_with_all_facts(nats: EmbeddedNats, fake: FakeD
 
 
 async def test_every_option_reaches_the_worker(nats: EmbeddedNats, fake: FakeDecode) -> None:
-    options = "--raw --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 9 --max-tokens 2 --stop X --stop Y"
+    options = (
+        "--raw --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 9 --max-tokens 2 --stop X --stop Y "
+        "--min-tokens 1 --repetition-penalty 1.1 --frequency-penalty -0.5 --presence-penalty 2"
+    )
     done = await ask(nats, "-", *options.split(), "--timeout", "7", "--priority", "high", stdin="one two three")
     assert done.out == "one two\n"
     (request,) = fake.requests
@@ -101,7 +105,17 @@ async def test_every_option_reaches_the_worker(nats: EmbeddedNats, fake: FakeDec
         2,
         7000,
     )
-    assert request.sampling.model_dump() == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 9}
+    assert request.sampling == Sampling(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        seed=9,
+        min_tokens=1,
+        repetition_penalty=1.1,
+        frequency_penalty=-0.5,
+        presence_penalty=2.0,
+    )
     await ask(nats, "hi", "--system", "Be brief.")
     assert [m.role for m in fake.requests[1].messages or ()] == ["system", "user"]
 

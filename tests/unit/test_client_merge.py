@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shared.errors import Unavailable
 from shared.messages import Failed, Finished, ServedBy, Timings, Tokens, Usage
+from shared.sampling.fields import Logprob
 from trine.merge import Delta, EventMerger
 
 
@@ -18,13 +19,17 @@ class Answer:
 
     def __init__(self, pieces: list[str], flush: str) -> None:
         self.token_ids = [i * 7 % 5 for i in range(len(pieces))]  # repeats on purpose: position must decide, not value
+        self.logprobs = [Logprob(logprob=-float(i)) for i in range(len(pieces))]
         self.visible = ["".join(pieces[:n]) for n in range(len(pieces) + 1)]
         self.flush = flush
         self.text = self.visible[-1] + flush
 
     def tokens(self, start: int, end: int, attempt: int) -> Tokens:
         text = self.visible[end][len(self.visible[start]) :]
-        return Tokens(id="r", attempt=attempt, index=start, token_ids=self.token_ids[start:end], text=text)
+        logprobs = self.logprobs[start:end]
+        return Tokens(
+            id="r", attempt=attempt, index=start, token_ids=self.token_ids[start:end], text=text, logprobs=logprobs
+        )
 
     def last(self, attempt: int) -> list[Tokens | Finished]:
         n = len(self.token_ids)
@@ -68,6 +73,7 @@ def test_everything_is_delivered_once_and_in_order(history: tuple[Answer, list[T
     deltas = [delta for event in events for delta in merger.feed(event)]
     assert "".join(d.text for d in deltas) == answer.text == merger.text
     assert [t for d in deltas for t in d.token_ids] == answer.token_ids == merger.token_ids
+    assert [p for d in deltas for p in d.logprobs] == answer.logprobs == merger.logprobs
     assert merger.terminal is not None
     assert not merger.missing
     position = 0

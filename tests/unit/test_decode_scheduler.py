@@ -50,7 +50,7 @@ class Rig:
         works = self.scheduler.plan()
         if not works:
             return False
-        outcomes = self.scheduler.complete(works, self.engine.step([w.span for w in works]))
+        outcomes = self.scheduler.complete(works, self.engine.sample([w.span for w in works]))
         for outcome in outcomes:
             sequence = outcome.sequence
             room = sequence.max_tokens - len(self.answers[sequence.id])
@@ -185,7 +185,7 @@ def test_ending_a_sequence_while_its_step_runs_keeps_its_blocks_until_the_step_i
     works = rig.scheduler.plan()
     rig.scheduler.end(sequence)
     assert rig.allocator.available == 1
-    rig.scheduler.complete(works, rig.engine.step([w.span for w in works]))
+    rig.scheduler.complete(works, rig.engine.sample([w.span for w in works]))
     assert rig.allocator.available == 4
     rig.scheduler.check_integrity()
 
@@ -283,7 +283,7 @@ def test_one_that_loads_can_be_preempted_and_its_loader_can_tell() -> None:
     assert rig.scheduler.place(young, 0) is not None
     while young.phase is Phase.LOADING:
         works = rig.scheduler.plan()
-        outcome = rig.scheduler.complete(works, rig.engine.step([w.span for w in works]))[0]
+        outcome = rig.scheduler.complete(works, rig.engine.sample([w.span for w in works]))[0]
         rig.answers["old"] += outcome.tokens
         rig.scheduler.check_integrity()
     assert young.phase is Phase.WAITING and not young.table
@@ -301,7 +301,7 @@ def test_blocks_promised_to_one_that_loads_are_left_to_it_by_those_after_it() ->
     assert rig.scheduler.admit() == [high]
     for _ in range(30):
         works = rig.scheduler.plan()
-        rig.scheduler.complete(works, rig.engine.step([w.span for w in works]))
+        rig.scheduler.complete(works, rig.engine.sample([w.span for w in works]))
         rig.scheduler.check_integrity()
     assert low.preemptions == 0 and low.remaining == 1, "it stands by, with what it has"
     assert all(rig.scheduler.place(high, index) is not None for index in range(7))
@@ -364,7 +364,7 @@ def test_a_step_keeps_its_budget_and_chunks_end_with_full_blocks(budget: int) ->
         for work in works:
             end = work.span.start + len(work.span.token_ids)
             assert work.sequence.remaining == 1 or end == len(work.sequence.tokens) or end % 4 == 0
-        for outcome in rig.scheduler.complete(works, rig.engine.step([w.span for w in works])):
+        for outcome in rig.scheduler.complete(works, rig.engine.sample([w.span for w in works])):
             if outcome.sequence in (long, longer) and outcome.tokens:
                 rig.scheduler.end(outcome.sequence)
 

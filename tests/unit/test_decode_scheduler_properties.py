@@ -178,7 +178,7 @@ class World:
         bad = [w for i, w in enumerate(works) if n % 8 == 0 or (n % 8 == 1 and (n >> 3) % 3 == i % 3)]
         good = [w for w in works if w not in bad]
         self.engine.fail([w.span for w in bad])
-        outcomes = self.scheduler.complete(good, self.engine.step([w.span for w in good]))
+        outcomes = self.scheduler.complete(good, self.engine.sample([w.span for w in good]))
         self.scheduler.abandon(bad)
         for outcome in outcomes:
             self._deliver(outcome.sequence, list(outcome.tokens), outcome.filled)

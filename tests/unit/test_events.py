@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from services.decode import events
-from services.decode.events import MAX_EVENT_TOKENS, EventWriter, History, Outcome, read_history
+from services.decode.events import MAX_EVENT_LOGPROBS, MAX_EVENT_TOKENS, EventWriter, History, Outcome, read_history
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.codec import Format, decode_event, encode
 from shared.errors import BusDisconnected
 from shared.messages import Failed, Finished, ServedBy, Timings, Tokens, Usage
+from shared.sampling.fields import Logprob
 from shared.streams import REQUEST_HEADER, event_stream
 from shared.subjects import Subjects
 
@@ -140,6 +141,44 @@ async def test_tokens_in_order_then_one_end(desk: Desk) -> None:
     writer.end(finished(99))
     assert await wait(task) is Outcome.ENDED
     check_gapless(await desk.stored(), 5)
+
+
+def logprob(token: int) -> Logprob:
+    return Logprob(logprob=-token / 1000, top_ids=[token], top_logprobs=[-token / 1000])
+
+
+@pytest.mark.parametrize("wiped", [False, True])
+async def test_logprobs_go_on_where_an_earlier_attempt_ended(desk: Desk, wiped: bool) -> None:
+    """One for each token, also when what the earlier attempt wrote has to be written again."""
+    first, half, count = desk.writer(), MAX_EVENT_LOGPROBS + 10, 2 * MAX_EVENT_LOGPROBS
+    task = asyncio.create_task(first.run())
+    for token in range(half):
+        first.push(token, f"{token} ", logprob(token))
+    await until_stored(desk, half)
+    task.cancel()
+    history = await desk.history()
+    assert history.logprobs == [logprob(token) for token in range(half)]
+    if wiped:
+        await desk.wipe()
+    second = desk.writer(attempt=2, history=history)
+    for token in range(half, count):
+        second.push(token, f"{token} ", logprob(token))
+    second.end(finished(count, attempt=2))
+    assert await wait(asyncio.create_task(second.run())) is Outcome.ENDED
+    stored = await desk.stored()
+    check_gapless(stored, count)
+    assert [p for e in stored[:-1] for p in e.logprobs] == [logprob(token) for token in range(count)]
+
+
+async def test_a_forged_event_without_logprobs_costs_those_of_its_neighbours_at_most(desk: Desk) -> None:
+    await desk.put(tokens(0, 0, 1))
+    writer = desk.writer(attempt=2, history=await desk.history())
+    await desk.wipe()
+    for token in (2, 3):
+        writer.push(token, f"{token} ", logprob(token))
+    writer.end(finished(4, attempt=2))
+    assert await wait(asyncio.create_task(writer.run())) is Outcome.ENDED
+    check_gapless(await desk.stored(), 4)
 
 
 async def test_a_lost_ack_repeats_nothing(desk: Desk) -> None:

@@ -46,7 +46,7 @@ from shared.subjects import Subjects, block_of, last, model_of, text, token
 
 IDENTITY = Identity(fingerprint="f", codec="none", block_size=16, block_bytes=1024)
 EXAMPLES: list[Message] = [
-    Generate(id="a1", prompt="Hello", temperature=0, stop=["x", "y"], seed=-5, max_tokens=3),
+    Generate(id="a1", prompt="Hello", temperature=0, stop=["x", "y"], seed=-5, max_tokens=3, logit_bias={7: -100}),
     Tokens(id="a1", attempt=2, index=4, token_ids=[1, 2], text="é"),
     Finished(
         id="a1",
@@ -61,9 +61,18 @@ EXAMPLES: list[Message] = [
     DraftAsk(
         worker="d1",
         wait_ms=1.5,
-        items=[DraftItem(session="a1", base=0, token_ids=[1], k=4, sampling=Sampling(seed=3))],
+        items=[
+            DraftItem(
+                session="a1",
+                base=0,
+                token_ids=[1],
+                k=4,
+                sampling=Sampling(seed=3, logit_bias={0: 1.5, 49151: -100}, min_tokens=4, presence_penalty=-1),
+                prompt_len=1,
+            )
+        ],
     ),
-    Drafts(worker="x", drafts=[Draft(session="a1", position=1, token_ids=[1], source="lookup")]),
+    Drafts(worker="x", drafts=[Draft(session="a1", position=1, token_ids=[1], source="suffix")]),
     Beat(role="decode", worker="d1", identity=IDENTITY, counters={"x": 1}),
     Handover(worker="d1", handle="$JS.ACK.S.c.1.2.3.4.0", subject="trine.m.req.low", request=b"{}"),
     HandoverReply(taken=True),
@@ -147,6 +156,37 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": None, "messages": [{"role": "robot", "content": ""}]}, "messages.0.role"),
     ({"prompt": None, "messages": [{"role": "user"}]}, "messages.0.content"),
     ({"type": "tokens"}, "type"),
+    *(
+        ({name: value}, name)
+        for name, wrong in {
+            "frequency_penalty": (-2.1, 2.1),
+            "presence_penalty": (-3, 5),
+            "repetition_penalty": (0, -1, 10.5),
+            "min_p": (-0.1,),
+        }.items()
+        for value in (*wrong, float("nan"), float("inf"), 1e308, "1", True, [1.0])
+    ),
+    *(
+        ({"logit_bias": bias}, "logit_bias")
+        for bias in (
+            *({"5": value} for value in (-100.5, 1e9, float("nan"), float("-inf"), "1", None, True)),
+            *({key: 1} for key in ("-1", "abc", "1e9", "1.0", "", "05", " 5", str(2**31), "9" * 5000)),
+            {str(n): 1 for n in range(1025)},
+            {str(n): 1 for n in range(100_000)},
+            [1],
+            "5",
+        )
+    ),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 1.5}, "min_tokens"),
+    ({"min_tokens": 4, "max_tokens": 3}, "min_tokens"),
+    ({"min_tokens": 257}, "min_tokens"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": "true"}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
 ]
 
 
@@ -163,16 +203,47 @@ def test_a_bad_field_is_named(fields: dict[str, Any], blamed: str | None, format
         data = json.dumps(body).encode()
     with pytest.raises(InvalidField) as caught:
         decode(data, Generate)
+    assert len(caught.value.message) < 500
     if blamed:
         assert caught.value.field is not None
         assert caught.value.field.startswith(blamed)
 
 
-@pytest.mark.parametrize("null", ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop"])
+NULLABLE = sorted(Generate.model_fields.keys() - {"v", "type", "id", "prompt"})
+
+
+@pytest.mark.parametrize("null", NULLABLE)
 def test_null_means_the_default(null: str) -> None:
     assert decode(json.dumps(request(**{null: None})).encode(), Generate) == decode(
         json.dumps(request()).encode(), Generate
     )
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_all_that_may_be_said_about_sampling(format: Format) -> None:
+    fields = {
+        "temperature": 0,
+        "frequency_penalty": -2,
+        "presence_penalty": 2,
+        "repetition_penalty": 10,
+        "logit_bias": {str(n): n % 201 - 100 for n in range(1024)},
+        "min_tokens": 5,
+        "max_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    body = request(**fields)
+    generate = decode(json.dumps(body).encode() if format is Format.JSON else msgpack.packb(body), Generate)
+    assert generate.sampling == Sampling(
+        temperature=0.0,
+        frequency_penalty=-2.0,
+        presence_penalty=2.0,
+        repetition_penalty=10.0,
+        logit_bias={n: n % 201 - 100.0 for n in range(1024)},
+        min_tokens=5,
+    )
+    assert decode(encode(generate, format), Generate) == generate
+    assert json.loads(encode(generate, Format.JSON))["logit_bias"]["1023"] == 1023 % 201 - 100
 
 
 UNREADABLE = {

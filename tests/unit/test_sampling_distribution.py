@@ -16,8 +16,10 @@ from scipy import stats
 from torch import Tensor
 
 from shared.messages import Sampling
+from shared.sampling.adjustments import Adjustments
 from shared.sampling.filters import candidates
 from shared.sampling.noise import MASK32, STREAM, _to_gumbel, gumbel_rows, philox4x32
+from shared.sampling.processing import adjusted
 from shared.sampling.sampler import Row, sample
 
 VOCAB = 12
@@ -209,3 +211,48 @@ def test_verifying_drafts_gives_the_sequential_text(sampling: Sampling, drafter_
         text, accepted = speculatively(sampling, 99, 60, drafter_weight, k)
         assert text == plain
         assert drafter_weight > 0 or accepted >= (60 - 3) * k // (k + 1) - k  # the target's twin is always right
+
+
+PAIRS = 600
+PENALISED = Sampling(frequency_penalty=1.5, presence_penalty=1.0, repetition_penalty=1.3, logit_bias={3: -100, 9: 2.0})
+NEXT_LOGITS = LOGITS.roll(1) + 0.2
+
+
+def after(taken: list[int], drafts: list[int], seed: int = 0, *, blind: bool = False) -> Row:
+    """How a token is chosen behind a prompt of one token, these and those. `blind`: wrong, drafts count for nothing."""
+    adjustments = Adjustments.of(PENALISED, [1], taken, [])
+    return Row(PENALISED, seed, 1 + len(taken) + len(drafts), adjustments, () if blind else tuple(drafts))
+
+
+def pairs_by_speculation(*, blind: bool) -> Tensor:
+    """Two tokens for each of many seeds, [PAIRS, 2]: the first verifies a draft, the second is drawn behind it."""
+    drafts = sample(DRAFT_LOGITS.expand(PAIRS, -1), [Row(Sampling(), seed, 1) for seed in range(PAIRS)])
+    rows = [row for s, draft in enumerate(drafts) for row in (after([], [], s), after([], [draft], s, blind=blind))]
+    taken = torch.tensor(sample(torch.stack([LOGITS, NEXT_LOGITS]).repeat(PAIRS, 1), rows)).view(PAIRS, 2)
+    wrong = [i for i, draft in enumerate(drafts) if draft != taken[i, 0]]
+    assert PAIRS / 5 < len(wrong) < PAIRS * 4 / 5
+    again = [after([int(taken[i, 0])], [], i) for i in wrong]
+    taken[wrong, 1] = torch.tensor(sample(NEXT_LOGITS.expand(len(wrong), -1), again))
+    return taken
+
+
+def pair_probabilities() -> Tensor:
+    """[first, second], from the definition."""
+    first = probabilities(adjusted(LOGITS[None], [after([], [])])[0], Sampling())
+    second = adjusted(NEXT_LOGITS.expand(VOCAB, -1), [after([t], []) for t in range(VOCAB)])
+    return first[:, None] * torch.stack([probabilities(row, Sampling()) for row in second])
+
+
+def test_penalised_tokens_follow_the_target_with_drafts() -> None:
+    """Counted are second tokens, apart for those that repeat the first: that is where penalties show."""
+    expected, repeats = pair_probabilities(), torch.eye(VOCAB, dtype=torch.bool)
+    cells = torch.cat([(expected * ~repeats).sum(0), (expected * repeats).sum(0)]) * PAIRS
+    frequent = cells > 5
+
+    def fit(pairs: Tensor) -> float:
+        counts = torch.bincount(pairs[:, 1] + VOCAB * (pairs[:, 0] == pairs[:, 1]), minlength=2 * VOCAB)
+        observed, wanted = [torch.cat([n[frequent], n[~frequent].sum()[None]]).numpy() for n in (counts, cells)]
+        return float(stats.chisquare(observed, wanted).pvalue)
+
+    assert fit(pairs_by_speculation(blind=False)) > PASSES
+    assert fit(pairs_by_speculation(blind=True)) < CAUGHT

@@ -232,3 +232,16 @@ def test_sixteen_long_stops_cost_little() -> None:
     run(answer, [1] * 5000)
     assert time.perf_counter() - begin < 5
     assert answer.text == "a" * (20_000 - 255)
+
+
+@given(st.text(alphabet="ab", max_size=20), STOPS, st.integers(0, 22))
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_count_after_so_many_tokens(text: str, stops: list[str], min_tokens: int) -> None:
+    """Even where one overlaps another that came too early, or begins before."""
+    ends = [end for end in range(min_tokens + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    wanted = ends[0] if ends else 0
+    answer = Completion(Detokenizer([b"", b"a", b"b"]), [EOS], stops, 10_000, min_tokens)
+    deltas = run(answer, [1 + "ab".index(char) for char in text] + [EOS])
+    cut = max((len(stop) for stop in stops if text[:wanted].endswith(stop)), default=0)
+    assert answer.text == "".join(delta.text for delta in deltas) == (text[: wanted - cut] if wanted else text)
+    assert answer.token_count == (wanted or len(text) + 1)

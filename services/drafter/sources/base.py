@@ -1,10 +1,8 @@
-"""Where drafts come from."""
+"""What is asked of a source of drafts, and what it answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from services.drafter.sessions import Session
 from shared.messages import Sampling
@@ -22,27 +20,3 @@ class Wish:
     length: int
     k: int
     sampling: Sampling
-    budget_s: float
-    """Drafts that take longer come too late."""
-
-
-class DraftSource(Protocol):
-    """Answers wishes in a batch, one per session; one call at a time."""
-
-    name: str
-
-    def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
-        """For each wish its drafts in order of position; an empty list if there are none."""
-        ...
-
-    def end(self, session: Session) -> None:
-        """The session is over or what is held of it is in doubt: free it."""
-        ...
-
-
-class SlowSource(DraftSource, Protocol):
-    """A source whose `draft` blocks for a while: it is called in the worker's engine thread."""
-
-    def expected_s(self, wish: Wish) -> float:
-        """Seconds until a first draft for this wish. Not called while `draft` runs."""
-        ...

@@ -1,0 +1,88 @@
+"""What a decode worker knows of a drafter: how fast it answers, whether it does, how often it is right. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from services.decode.costs import TRIP, Line
+from services.decode.depth import Acceptance
+from shared.messages import DraftItem
+
+PAUSE = 4  # steps; doubled with every ask that is lost in a row
+MAX_PAUSE = 256
+COMMON_MEMORY = 64.0
+UNREAD = 128
+"""A drafter that has to read more tokens than that before it can answer is not waited for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """What a drafter is asked in one message. `awaited`: the step waits for the answer, else it goes on meanwhile.
+
+    `paid`: the answer's time counts against what asking on suspicion may cost.
+    """
+
+    drafter: str
+    items: list[DraftItem]
+    awaited: bool
+    paid: bool = False
+
+    @property
+    def depth(self) -> int:
+        return max(i.k for i in self.items)
+
+    @property
+    def told(self) -> int:
+        """Tokens that one of the sequences was told of, at most."""
+        return max(len(i.token_ids) for i in self.items)
+
+
+@dataclass(slots=True)
+class DrafterState:
+    """At most two asks are open, one of either kind: a drafter that is slow or stuck is not buried in asks.
+
+    A drafter that let a step wait in vain is in doubt: no step waits for it until it has answered something, however
+    late. So one that is stuck costs one wait, and one that wakes up is back with its first answer.
+    """
+
+    trip: Line = field(default_factory=lambda: Line(TRIP))
+    """Seconds from ask to answer, by the depth asked for."""
+    in_time: float = 1.0
+    """Share of answers, of late, that came while they were awaited, or would have."""
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(COMMON_MEMORY))
+    """Of its answers for all sequences."""
+    open: dict[bool, Ask] = field(default_factory=dict)
+    """By `Ask.awaited`."""
+    doubted: bool = False
+    pause: int = 0
+    resume_at: int = 0
+
+    def answered(self, ask: Ask, seconds: float, in_time: bool) -> None:
+        self.closed(ask)
+        self.doubted, self.pause, self.resume_at = False, 0, 0
+        if ask.told > UNREAD:
+            return  # says nothing of what comes after it
+        self.in_time += (float(in_time) - self.in_time) / 8.0
+        self.trip.see(float(ask.depth), max(seconds, 1e-9))
+
+    def lost(self, ask: Ask, step: int) -> None:
+        self.closed(ask)
+        self.doubted = True
+        self.pause = min(max(2 * self.pause, PAUSE), MAX_PAUSE)
+        self.resume_at = step + self.pause
+
+    def closed(self, ask: Ask) -> None:
+        if self.open.get(ask.awaited) is ask:
+            del self.open[ask.awaited]
+
+    def may_wait(self) -> bool:
+        return not self.doubted and True not in self.open
+
+    def may_probe(self, step: int) -> bool:
+        return False not in self.open and not (self.doubted and self.open) and step >= self.resume_at
+
+    def arrivals(self, depth: int, in_vain: float) -> Seq[float]:
+        """Seconds that a step waits, on average, if it asks for 1, 2, … `depth` drafts; `in_vain` if none come."""
+        late = (1.0 - self.in_time) * in_vain
+        return [late + self.in_time * max(self.trip.at(float(k)), 0.0) for k in range(1, depth + 1)]

@@ -1,0 +1,70 @@
+"""A sequence as a drafter knows it: what it was told, what it guessed, what came true of that. Plain data, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.decode.depth import Acceptance, Prospect
+
+MAX_GAP = 8  # steps between two asks on suspicion; what they may cost in all is bounded elsewhere
+
+
+@dataclass(slots=True)
+class Guess:
+    """An answer: `tokens` may follow the first `position`; `right` of them came true so far."""
+
+    drafter: str
+    source: str
+    position: int
+    tokens: tuple[int, ...]
+    right: int = 0
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        return self.tokens[self.right :]
+
+
+@dataclass(slots=True)
+class Session:
+    """`told` of the sequence's tokens are known to `drafter`, of which `acceptance` tells what to expect."""
+
+    drafter: str
+    acceptance: Acceptance
+    told: int = 0
+    guess: Guess | None = None
+    probing: bool = False
+    """It was asked about beside a step, and there is no answer yet."""
+    gap: int = 1
+    probe_at: int = 0
+    """The number of the step beside which it may be asked about next."""
+
+    def held(self, room: int) -> int:
+        """Drafts that are here, up to `room`."""
+        return min(len(self.guess.left), room) if self.guess else 0
+
+    def prospect(self, room: int) -> Prospect:
+        """Of those."""
+        if self.guess is None:
+            return Prospect()
+        return Prospect(self.acceptance.held(self.guess.source, self.guess.right, self.held(room)))
+
+    def follow(self, tokens: list[int]) -> None:
+        """Compare the guess with what came, whether it was verified in a step or not; keep what may still come true."""
+        guess = self.guess
+        if guess is None:
+            return
+        for token in tokens[guess.position + guess.right : guess.position + len(guess.tokens)]:
+            hit = token == guess.left[0]
+            self.acceptance.see(guess.source, guess.right, hit)
+            if not guess.right:
+                self.encourage(hit)
+            if not hit:
+                self.guess = None
+                return
+            guess.right += 1
+        if not guess.left:
+            self.guess = None
+
+    def encourage(self, good: bool) -> None:
+        """The next ask on suspicion comes sooner or later."""
+        self.gap = 1 if good else min(2 * self.gap, MAX_GAP)

@@ -1,0 +1,47 @@
+"""Who is alive, and what two workers must have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shared.messages.base import MAX_COUNTERS, Message, RequestId, WorkerName
+
+
+class Identity(BaseModel):
+    """What two workers must have in common before one may use the other's blocks."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    fingerprint: str
+    codec: str
+    block_size: int
+    block_bytes: int
+    layers: Annotated[int, Field(ge=1)] = 1
+    """Layers in a block, one after another."""
+
+    def differences(self, other: Identity) -> list[str]:
+        mine, theirs = self.model_dump(), other.model_dump()
+        return [f"{k}: {mine[k]} here, {theirs[k]} there" for k in mine if mine[k] != theirs[k]]
+
+
+class Load(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+
+
+class Beat(Message):
+    type: Literal["beat"] = "beat"
+    role: Literal["prefill", "decode", "drafter"]
+    worker: WorkerName
+    identity: Identity | None = None
+    """None for a drafter: it shares tokens, never blocks."""
+    vocabulary: str = ""
+    """Digest of the tokenizer's vocabulary; drafts are only asked of a drafter with the same one."""
+    draining: bool = False
+    load: Load = Load()
+    counters: Annotated[dict[RequestId, int], Field(max_length=MAX_COUNTERS)] = {}

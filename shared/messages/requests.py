@@ -1,0 +1,94 @@
+"""What clients ask for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from shared.messages.base import DEFAULT_MAX_TOKENS, MAX_STOP_CHARS, MAX_STOPS, Message, RequestId, Salt
+from shared.sampling.fields import MAX_TOP_LOGPROBS, LogitBias, Sampling
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+_SAMPLING = tuple(Sampling.model_fields)
+
+
+class Generate(Message):
+    """A client's request. Exactly one of `prompt` (raw text), `messages` (chat), `token_ids`."""
+
+    max_bytes = 4 << 20
+
+    type: Literal["generate"] = "generate"
+    id: RequestId
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    token_ids: list[int] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    logit_bias: LogitBias | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
+    """Send the log-probability of each token with it."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """And those of so many of the most likely tokens in its place. Needs `logprobs`."""
+    cache_salt: Salt | None = None
+    """Cached KV is shared only with requests of the same tenant that have the same salt."""
+    deadline_ms: Annotated[int, Field(ge=1)] | None = None
+    """Give up this long after the request was queued; the worker's default when unset."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings")
+        if any(not 0 < len(s) <= MAX_STOP_CHARS for s in stops):
+            raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARS} characters")
+        return value
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _within_max_tokens(cls, value: int | None, info: ValidationInfo) -> int | None:
+        most = info.data.get("max_tokens") or DEFAULT_MAX_TOKENS
+        if value is not None and value > most:
+            raise ValueError(f"at most {most} tokens are generated; raise max_tokens")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _asked_for(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("needs logprobs: true")
+        return value
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Generate:
+        given = [n for n in ("prompt", "messages", "token_ids") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of prompt, messages, token_ids, not {' and '.join(given)}")
+        self.sampling  # noqa: B018 - validates the sampling fields with their own bounds
+        return self
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(**{n: v for n in _SAMPLING if (v := getattr(self, n)) is not None})
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
