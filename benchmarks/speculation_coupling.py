@@ -37,6 +37,8 @@ SEEDS = 8
 LAYERS = (16, 24, 27)
 """Of the target: drafters that are too slow to be of use, but come ever nearer to it."""
 BINS = 10
+FEW = 10
+"""Fewer positions make no point of the plot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         steps, [(1 - d) / (1 + d) for d in steps], color="black", linestyle="--", label="(1 − D) / (1 + D), the bound"
     )
     for name, points in result["curves"].items():
+        points = [point for point in points if point["positions"] >= FEW]
         axes.plot([p["distance"] for p in points], [p["agreed"] for p in points], "o", markersize=4, label=name)
     axes.set_xlabel("D, total variation distance of target and drafter")
     axes.set_ylabel("share of positions at which both chose the same token")

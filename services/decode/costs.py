@@ -59,7 +59,7 @@ class Line:
         self.seen += 1
         kind, expected = self._kind, self.at(x)
         self._walk(max(self.slope, self._guess(x, expected)))
-        variance = self._variance(x) + (kind.noise * expected) ** 2
+        variance = max(self._variance(x), 0.0) + (kind.noise * expected) ** 2
         most = kind.outlier * math.sqrt(variance)
         error = min(max(y - expected, -most), most)
         level, slope = self._vll + self._vls * x, self._vls + self._vss * x

@@ -54,7 +54,7 @@ class Drafting:
     async def ask(self, requests: Mapping[str, Request]) -> None:
         """Fill in `drafts` of the generating sequences among `requests` (by request id)."""
         generating = [r.sequence for r in requests.values() if r.sequence.generating]
-        drafters = [b.worker for b in self._peers.alive("drafter", time.monotonic())] if generating else []
+        drafters = [b.worker for b in self._peers.alive("drafter", time.monotonic())]
         asks, wait_s = self.book.plan(generating, drafters)
         if asks:
             await self._await(asks, wait_s)

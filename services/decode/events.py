@@ -13,7 +13,7 @@ import structlog
 
 from shared.bus.base import Bus
 from shared.codec import Format, decode_event, encode
-from shared.errors import BusError, RequestError, SequenceConflict
+from shared.errors import BusError, RequestError, SequenceConflict, TooLarge
 from shared.messages import Failed, Finished, Tokens
 from shared.sampling.fields import Logprob
 from shared.streams import REQUEST_HEADER
@@ -129,6 +129,7 @@ class EventWriter:
         self._end: Finished | Failed | None = None
         self._outcome: Outcome | None = None
         self._trouble_since: float | None = None
+        self._most = MAX_EVENT_TOKENS
         self._wake = anyio.Event()
         self.cached_tokens = 0
 
@@ -157,7 +158,7 @@ class EventWriter:
 
     def _next(self) -> Tokens | Finished | Failed | None:
         if self._stored < len(self._tokens):
-            most = MAX_EVENT_TOKENS if self._logprobs[self._stored] is None else MAX_EVENT_LOGPROBS
+            most = min(MAX_EVENT_TOKENS if self._logprobs[self._stored] is None else MAX_EVENT_LOGPROBS, self._most)
             part = slice(self._stored, self._stored + most)
             logprobs = [p for p in self._logprobs[part] if p is not None]
             return self._tokens_event(self._tokens[part], "".join(self._texts[part]), logprobs)
@@ -184,6 +185,10 @@ class EventWriter:
             )
         except SequenceConflict:
             await self._reconcile()
+        except TooLarge:  # this server takes less
+            if not isinstance(event, Tokens) or len(event.token_ids) <= 1:
+                raise
+            self._most = len(event.token_ids) // 2
         except BusError as error:
             await self._pause(error)
         else:

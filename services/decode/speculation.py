@@ -8,7 +8,7 @@ compared: that costs nothing but the drafter's own time, which is kept to `PROBE
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from services.decode.costs import StepCosts
@@ -20,6 +20,7 @@ from shared.messages import MAX_BATCH, Draft, DraftItem
 from shared.peers import rendezvous
 
 MEMORY = 10.0  # answers that a sequence's expectation remembers
+MAX_TOLD = 32_768  # tokens in one ask
 PROBE_DEPTH = 4
 PROBE_SHARE = 0.015
 """Of the time of steps, so much may drafters spend on asks that nobody waits for: they may share the cores."""
@@ -83,7 +84,7 @@ class DraftBook:
         items: dict[str, list[DraftItem]] = {}
         for sequence, depth in zip(sequences, depths, strict=True):
             session = self._sessions[sequence.id]
-            if depth > self._held(sequence) and self._may_wait(sequence):
+            if depth > self._held(sequence) and self._may_wait(sequence) and self._fits_in(sequence, items):
                 items.setdefault(session.drafter, []).append(self._item(sequence, depth))
         return [self._open(Ask(d, asked, awaited=True)) for d, asked in items.items()], wait
 
@@ -100,6 +101,8 @@ class DraftBook:
             if self._credit < 0 and drafter.trip.seen > FREE_PROBES and not self._to_be_read(sequence):
                 continue
             if not self._adaptive and not drafter.doubted:
+                continue
+            if not self._fits_in(sequence, items):
                 continue
             session.probing, session.probe_at = True, self._step + session.gap
             items.setdefault(session.drafter, []).append(self._item(sequence, min(PROBE_DEPTH, self._room(sequence))))
@@ -179,6 +182,13 @@ class DraftBook:
             session = self._sessions[sequence.id] = Session(drafter, expected)
         session.follow(sequence.tokens)
 
+    def _fits_in(self, sequence: Sequence, items: Mapping[str, Seq[DraftItem]]) -> bool:
+        """Whether what its drafter is to be told of it fits into one message with those: the first always does."""
+        session = self._sessions[sequence.id]
+        others = items.get(session.drafter, ())
+        told = sum(len(item.token_ids) for item in others)
+        return not others or told + len(sequence.tokens) - session.told <= MAX_TOLD
+
     def _item(self, sequence: Sequence, k: int) -> DraftItem:
         session = self._sessions[sequence.id]
         base, session.told = session.told, len(sequence.tokens)
@@ -240,7 +250,7 @@ class DraftBook:
                 ignored += 1
             elif draft.token_ids:
                 del asked[draft.session]
-                self._take(ask.drafter, draft)
+                ignored += not self._take(ask.drafter, draft)
         for name, item in asked.items():
             if len(item.token_ids) <= UNREAD:  # else it was busy reading
                 self._nothing(name)
@@ -259,10 +269,16 @@ class DraftBook:
         """Whether it continues what was asked about, with tokens that exist."""
         return draft.position == item.base + len(item.token_ids) and all(t < self._vocab for t in draft.token_ids)
 
-    def _take(self, drafter: str, draft: Draft) -> None:
-        if (session := self._sessions.get(draft.session)) is not None:
-            session.acceptance.answered(draft.source)
-            session.guess = Guess(drafter, draft.source, draft.position, tuple(draft.token_ids[: self.depth]))
+    def _take(self, drafter: str, draft: Draft) -> bool:
+        """False for one about another sequence of that name: an id may be used again before a late answer comes."""
+        session = self._sessions.get(draft.session)
+        if session is None:
+            return True
+        if session.drafter != drafter or draft.position > session.told:
+            return False
+        session.acceptance.answered(draft.source)
+        session.guess = Guess(drafter, draft.source, draft.position, tuple(draft.token_ids[: self.depth]))
+        return True
 
     def _nothing(self, name: str) -> None:
         if (session := self._sessions.get(name)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -76,7 +77,8 @@ class Steps:
         good: list[Work] = []
         errors = [first]
         sampled: list[Sampled] = []
-        for work in works if len(works) > 1 else []:
+        # Without their drafts: a token that only a drafter chose may be what the model cannot bear.
+        for work in [_undrafted(w) for w in works if len(works) > 1 or w.drafts]:
             try:
                 sampled += await self._step([work])
                 good.append(work)
@@ -88,9 +90,17 @@ class Steps:
             if len(works) > 1 or self._failed_alone == ALONE_IN_A_ROW:
                 raise first
         outcomes = self._scheduler.complete(good, sampled)
-        bad = [w for w in works if w not in good]
+        done = {w.sequence for w in good}
+        bad = [w for w in works if w.sequence not in done]
         self._scheduler.abandon(bad)
         for work in bad:
             if work.sequence.phase is Phase.READY:
                 self._fail(work.sequence, TrineError("the model could not run this request"))
         return outcomes
+
+
+def _undrafted(work: Work) -> Work:
+    if not work.drafts:
+        return work
+    span = replace(work.span, token_ids=work.span.token_ids[: -work.drafts], rows=1, guesses=0)
+    return Work(work.sequence, span)

@@ -33,7 +33,7 @@ async def make(settings: DrafterSettings, worker: str, connect: Connect) -> Draf
     tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
     vocabulary = await anyio.to_thread.run_sync(vocabulary_digest, folder)
     model = None
-    if settings.draft_source != "suffix":
+    if settings.wants_model:
         model = await anyio.to_thread.run_sync(build_model_source, settings, folder, vocabulary)
     return DrafterWorker(
         settings,

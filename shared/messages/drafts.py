@@ -31,7 +31,7 @@ class DraftAsk(Message):
 
     type: Literal["draft_ask"] = "draft_ask"
     worker: WorkerName
-    wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)]
+    wait_ms: Annotated[float, Field(ge=0.1, le=60_000, allow_inf_nan=False)]
     """How long the asker will wait; drafts that would come later are not worth making."""
     items: Annotated[list[DraftItem], Field(max_length=MAX_BATCH)]
     ended: Sessions = []

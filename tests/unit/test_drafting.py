@@ -6,7 +6,7 @@ import pytest
 
 from services.decode.drafters import MAX_PAUSE, UNREAD, Ask
 from services.decode.sequence import Sequence
-from services.decode.speculation import DraftBook
+from services.decode.speculation import MAX_TOLD, DraftBook
 from shared.messages import Draft
 from tests.draft_world import MS, decoding
 
@@ -210,3 +210,29 @@ class TestWhoIsWaitedFor:
         assert asks
         k = asks[0].items[0].k
         assert 0 < wait <= 10 * MS * k, "k drafts save k steps at most"
+
+
+class TestNamesAndLongPrompts:
+    @pytest.mark.parametrize("adapts", [True, False])
+    def test_a_late_answer_is_not_taken_for_another_sequence_of_that_name(self, adapts: bool) -> None:
+        """A client may use an id again before the answer about the first one comes."""
+        book = adaptive() if adapts else fixed()
+        first = decoding([1] * 100)
+        asked = [*ask(book, first), *book.probes([first])]
+        book.end(first.id)
+        second = decoding([1] * 20)
+        ask(book, second)
+        assert answer(book, asked[0], [7, 7], seconds=0.3) == 1
+        for _ in range(5):
+            book.settle([second])
+            assert second.drafts == ()
+            second.tokens.append(2)
+            ask(book, second)
+
+    def test_one_ask_is_no_longer_than_a_message_may_be(self) -> None:
+        book = fixed()
+        many = [decoding(list(range(MAX_TOLD // 3)), name=f"s{n}") for n in range(5)]
+        (first,) = ask(book, *many)
+        assert len(first.items) == 3
+        (long,) = ask(fixed(), decoding(list(range(MAX_TOLD + 10))))
+        assert len(long.items) == 1, "the first always fits"

@@ -56,6 +56,7 @@ class ModelSource:
         self.record = Record(PRIORS)
         self._engine = engine
         self._info = engine.info
+        self._eos_ids = frozenset(i for i in engine.info.eos_ids if i < engine.info.vocab_size)
         self._allocator = BlockAllocator(engine.info.kv_blocks, engine.info.block_size)
         self._chains: dict[Session, Chain] = {}  # least recently drafted for first
         self._wishes: dict[Session, tuple[Wish, int]] = {}  # that no plan has taken in, and how many guesses
@@ -164,7 +165,7 @@ class ModelSource:
             chain = self._begun(wish)
             self._chains[session] = self._chains.pop(session)
             chain.follow(wish)
-            chain.adjust(wish.session.prompt_len, self._info.eos_ids)
+            chain.adjust(wish.session.prompt_len, self._eos_ids)
             self._allocator.release(chain.blocks_to_leave(self._info.block_size))
             chain.wanted, chain.target = depth, self._ahead(wish, depth)
 
@@ -212,18 +213,22 @@ class ModelSource:
         """Blocks for all its tokens, if need be those of sessions that nobody waits for, but none of `spare`.
 
         False when there are not enough: the session gives back what it has, so that others fit. Guesses `ahead` cost
-        nobody else his blocks.
+        nobody else his blocks; reading does those who have rested for longest.
         """
         chain = self._chains[session]
         needed = self._allocator.blocks_for(chain.length + len(chain.guesses)) - len(chain.table)
-        if needed > self._allocator.available and ahead:
+        if needed > self._allocator.available and ahead and chain.guesses:
             chain.target = 0
             return False
-        for other in [s for s, c in self._chains.items() if not c.waited_for and s not in spare]:
+        resting = [s for s, c in self._chains.items() if not c.waited_for and s not in spare and s is not session]
+        if needed > self._allocator.available + sum(len(self._chains[s].table) for s in resting):
+            self._drop(session)
+            return False
+        for other in resting:
             if needed <= self._allocator.available:
                 break
             self._drop(other)
-        if needed > self._allocator.available:
+        if needed > self._allocator.available:  # some of those blocks are others' too
             self._drop(session)
             return False
         chain.table += self._allocator.allocate(max(needed, 0))
