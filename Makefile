@@ -26,7 +26,7 @@ demo: setup ## start a fleet, stream an answer, ask again with a warm cache
 	$(BIN)/trine demo
 
 # Tests of pure code and of kernels share the cores; those that start fleets and servers have them to themselves.
-ALONE := tests/contract tests/integration tests/e2e
+ALONE := tests/integration tests/e2e
 TOGETHER := -n 2 --dist worksteal $(filter-out $(ALONE) tests/compose tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: setup ## the fast tests

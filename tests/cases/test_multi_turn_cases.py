@@ -30,7 +30,7 @@ def blocks_of(computed: list[list[int]]) -> set[tuple[int, ...]]:
     return {tuple(tokens[:end]) for tokens in computed for end in range(B, len(tokens) + 1, B)}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("fleet", ["one worker", "another worker each turn", "with prefill", "with a drafter"])
 async def test_case_19_each_turn_reuses_the_common_token_prefix(fleet: str, seed: int) -> None:
     rng = random.Random(seed)

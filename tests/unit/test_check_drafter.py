@@ -47,6 +47,7 @@ def tried_on(target: Path, drafter: Path | None = None, **more: Any) -> Report:
     return measure(DrafterSettings(model=str(target), drafter_model=str(drafter or ""), threads=1, **more))
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_the_target_is_always_right(target: Path) -> None:
     done = run("--model", str(target), "--drafter", str(target), "--json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,6 +29,8 @@ from training.drafter.target import Target
 from training.drafter.train import Trainer, schedule
 from training.drafter.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
