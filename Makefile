@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## start a fleet, stream an answer, ask again with a warm cache
 	$(BIN)/trine demo
 
-# Tests of pure code and of kernels share the cores; those that start fleets and servers have them to themselves.
+# Tests of pure code, kernels and buses share the cores; those that start fleets have them to themselves.
 ALONE := tests/integration tests/e2e
 TOGETHER := -n 2 --dist worksteal $(filter-out $(ALONE) tests/compose tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
