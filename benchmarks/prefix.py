@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.bars import Bars, judged
+from benchmarks.bars import Bars, judged, tabled
 from benchmarks.prefix_affinity import measure_affinity
 from benchmarks.prefix_runs import measure_overlap, measure_reuse, measure_sets
 from shared.config import DEFAULT_MODEL
@@ -75,14 +75,7 @@ def run(part: Part) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     lines = [f"{result['cores']} cores, load average {result['load_average_before']:.1f} before the run", ""]
-    for name, row in result["rows"].items():
-        lines.append(name)
-        lines += [f"  {key:<32}{value:>10.3f}" for key, value in row.items()]
-    lines.append("")
-    for name, bar in result["bars"].items():
-        verdict = "" if bar["passed"] else "  MISSED"
-        lines.append(f"{name:<34}{bar['value']:>10.3f}  bar {bar['bar']}{verdict}")
-    return "\n".join(lines)
+    return "\n".join(lines + tabled(result))
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import Bars, judged
+from benchmarks.bars import Bars, judged, tabled
 from benchmarks.speculation_coupling import measure_coupling, plot
 from benchmarks.speculation_runs import measure_speculation
 from services.drafter.config import DrafterSettings
@@ -85,13 +85,7 @@ def run(part: Part) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     lines = [f"{result['cores']} cores, load average {result['load_average_before']:.1f} before the run"]
     lines += [f"drafter: {result['drafter']['source']}, {result['drafter']['model']}", ""]
-    for name, row in result["rows"].items():
-        lines.append(name)
-        lines += [f"  {key:<32}{value:>10.3f}" for key, value in row.items()]
-    lines.append("")
-    for name, bar in result["bars"].items():
-        verdict = "" if bar["passed"] else "  MISSED"
-        lines.append(f"{name:<34}{bar['value']:>10.3f}  bar {bar['bar']}{verdict}")
+    lines += tabled(result)
     for name, bar in result["bars_for_a_trained_drafter"].items():
         lines.append(f"{name:<34}{bar['value']:>10.3f}  bar {bar['bar']} for a trained drafter, which this is not")
     return "\n".join(lines)

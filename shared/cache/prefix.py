@@ -27,8 +27,9 @@ from shared.subjects import Subjects
 
 HOST_POLL_S = 0.005
 MAX_HOST_POLL_S = 0.04
-DROP_S = 3.0
 """How soon and how late a reader that waits looks again whether a block has come into the host tier: nobody tells."""
+DROP_S = 3.0
+"""How long what is on its way to be stored may hold up an order to forget it; later the order is not confirmed."""
 
 log = structlog.get_logger(__name__)
 
