@@ -11,8 +11,9 @@ and choose at each of its positions, for several seeds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ from benchmarks.prefix_fleet import require
 from benchmarks.prefix_runs import say
 from benchmarks.speculation_sets import chat_set, edit_set, quote_set
 from services.drafter.config import DrafterSettings
+from shared import drafters
 from shared.config import DEFAULT_MODEL
+from shared.engine.draft_head import DraftHead
 from shared.engine.engine import Engine
 from shared.engine.span import Span
 from shared.messages import Sampling
 from shared.sampling.noise import gumbel_rows
 from shared.tokenizer import Tokenizer
-from shared.worker import load_draft_engine, model_folder
+from shared.worker import load_draft_engine, load_draft_head, model_folder
 
 TEMPERATURES = (0.7, 1.0, 1.2)
 TOKENS = 48
@@ -46,6 +49,12 @@ class Text:
     tokens: tuple[int, ...]
     start: int
     """Position of the answer's first token."""
+    hidden: tuple[bytes, ...] = ()
+    """For each token of the answer the target's hidden state at the position before the last known one."""
+
+
+Thinks = Callable[[Text], Tensor]
+"""Logits [tokens of the answer, vocab]; -inf for what cannot be drafted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +82,16 @@ def measure_coupling(
     target = _engine(settings, None)
     chats = [*quote_set()[:2], *edit_set()[:2], *chat_set()[:4]]
     prompts = [tokenizer.chat(chat.messages) for chat in chats]
-    texts = {t: answers(target, prompts, tokens, t) for t in TEMPERATURES}
-    logits = {t: [_logits(target, text) for text in texts[t]] for t in TEMPERATURES}
+    texts = {t: [read(target, text) for text in answers(target, prompts, tokens, t)] for t in TEMPERATURES}
+    thoughts = {t: [logits(target, text) for text in texts[t]] for t in TEMPERATURES}
     del target
     rows, curves = {}, {}
     for name, drafter in _drafters(settings, layers):
         for temperature in TEMPERATURES:
             places = [
                 place
-                for number, (text, theirs) in enumerate(zip(texts[temperature], logits[temperature], strict=True))
-                for place in compare(theirs, _logits(drafter, text), text.start, temperature, range_of(number, seeds))
+                for number, (text, theirs) in enumerate(zip(texts[temperature], thoughts[temperature], strict=True))
+                for place in compare(theirs, drafter(text), text.start, temperature, range_of(number, seeds))
             ]
             key = f"{name}, temperature {temperature}"
             rows[key], curves[key] = row(places), curve(places)
@@ -100,12 +109,15 @@ def range_of(number: int, seeds: int) -> range:
     return range(number * seeds, (number + 1) * seeds)
 
 
-def _drafters(settings: DrafterSettings, layers: Sequence[int]) -> Iterator[tuple[str, Engine]]:
-    """The one that the environment asks for, then some of the target's first layers."""
-    if settings.drafter_model:
-        yield Path(settings.drafter_model).name, _engine(settings, None, settings.drafter_model)
-    for count in layers if settings.drafter_model else (settings.drafter_layers, *layers):
-        yield f"first {count} layers", _engine(settings, count)
+def _drafters(settings: DrafterSettings, layers: Sequence[int]) -> Iterator[tuple[str, Thinks]]:
+    """The one that the environment asks for, or that comes with Trine; then some of the target's first layers."""
+    target = model_folder(DEFAULT_MODEL)
+    if (head := drafters.find(settings.drafter_model, target)) is not None:
+        yield "draft head", partial(head_logits, load_draft_head(settings, head, target))
+    elif settings.drafter_model:
+        yield Path(settings.drafter_model).name, partial(logits, _engine(settings, None, settings.drafter_model))
+    for count in layers:
+        yield f"first {count} layers", partial(logits, _engine(settings, count))
 
 
 def _engine(settings: DrafterSettings, layers: int | None, model: str = DEFAULT_MODEL) -> Engine:
@@ -138,11 +150,30 @@ def answers(target: Engine, prompts: Sequence[Sequence[int]], tokens: int, tempe
     return [Text(tuple(text), len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def _logits(engine: Engine, text: Text) -> Tensor:
+def logits(engine: Engine, text: Text) -> Tensor:
     """[tokens of the answer, vocab]: what the model thinks of each before it comes."""
+    return engine.forward([_span(engine, text, len(text.tokens) - text.start)])
+
+
+def read(target: Engine, text: Text) -> Text:
+    """With the target's hidden states, those that the tokens from the one before the answer on were chosen from."""
+    span = _span(target, text, len(text.tokens) - text.start + 1)
+    states = target.sample([replace(span, hidden=True)])[0].hidden or []
+    return replace(text, hidden=tuple(states[:-1]))
+
+
+def head_logits(head: DraftHead, text: Text) -> Tensor:
+    """As `logits`: a head's first guess of each token, from the hidden state before the last one."""
+    places = range(text.start, len(text.tokens))
+    windows = [text.tokens[:place][: -head.info.window - 1 : -1] for place in places]
+    found = torch.full((len(places), head.info.vocab_size), -torch.inf)
+    found[:, head.ids] = head.forward(head.start(text.hidden), windows)[1]
+    return found
+
+
+def _span(engine: Engine, text: Text, rows: int) -> Span:
     blocks = -(-len(text.tokens) // engine.info.block_size)
-    rows = len(text.tokens) - text.start
-    return engine.forward([Span(text.tokens[:-1], 0, tuple(range(blocks)), rows)])
+    return Span(text.tokens[:-1], 0, tuple(range(blocks)), rows)
 
 
 # Choices

@@ -7,7 +7,7 @@ to switch from one to the other: a request to one leaves the other idle.
 from __future__ import annotations
 
 import asyncio
-import shutil
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from types import TracebackType
 from benchmarks.prefix_fleet import ENV as PREFIX_ENV
 from benchmarks.prefix_fleet import READY_S, Beats, require
 from benchmarks.speculation_sets import Chat
+from shared.engine.fingerprint import fingerprint, vocabulary_digest
 from shared.tokenizer import Tokenizer
 from trine.client import Client
 from trine.supervisor import Fleet
@@ -32,7 +33,8 @@ ENV = PREFIX_ENV | {
     "TRINE_HOST_CACHE_MB": "0",
 }
 WARM_UP_TOKENS = 48
-USELESS_LAYERS = 2
+USELESS_SCALE = 0.003
+"""Of weights of about 73: logits of about 5, with which the most likely token gets about a third."""
 _salts = count()
 
 Arrived = Callable[[int], None]
@@ -163,7 +165,7 @@ class Sides:
     async def guesses(self, worker: Drafter) -> int:
         """Tokens that it has drafted so far."""
         counted = await self.beats.fresh([worker.name])
-        return counted["drafted_model"] + counted["drafted_suffix"]
+        return sum(count for name, count in counted.items() if name.startswith("drafted_"))
 
     async def warm_up(self, chats: Sequence[Chat]) -> None:
         """What a worker learns of its machine it has learned before anything is measured."""
@@ -202,13 +204,36 @@ async def _heard(url: str, worker: str) -> None:
 
 
 def useless(target: Path, folder: Path) -> None:
-    """A draft model of the target's shape and vocabulary, but with few layers and random weights."""
+    """A draft head of the usual size with random weights, and as sure of its guesses as one that knows."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
 
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(target, num_hidden_layers=USELESS_LAYERS, dtype="float32")
-    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    model.save_pretrained(folder)
-    for path in target.glob("tokenizer*"):
-        shutil.copy(path, folder)
+    from shared.engine.draft_release import Release
+
+    config = AutoConfig.from_pretrained(target)
+    about = {
+        "kind": "draft_head",
+        "format": 1,
+        "target": {
+            "name": "useless",
+            "fingerprint": fingerprint(target),
+            "vocabulary": vocabulary_digest(target),
+        },
+        "hidden_size": config.hidden_size,
+        "window": 2,
+        "width": 1536,
+        "proposable": 8192,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
+    rng, tensors = torch.Generator().manual_seed(0), {}
+    for name, (kind, shape) in Release.model_validate(about).shapes().items():
+        if kind == "I8":
+            tensors[name] = torch.randint(-127, 128, shape, dtype=torch.int8, generator=rng)
+        elif kind == "I32":
+            tensors[name] = torch.randperm(config.vocab_size, generator=rng)[: shape[0]].int()
+        else:
+            tensors[name] = torch.full(shape, USELESS_SCALE if name.endswith("scale") else 1.0)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(about), encoding="utf-8")

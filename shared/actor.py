@@ -81,6 +81,10 @@ class Actor:
     def vocabulary(self) -> str:
         return ""
 
+    def hidden_size(self) -> int:
+        """Of a drafter: channels of the target's hidden states that it reads; 0: none."""
+        return 0
+
     def more_counters(self) -> Mapping[str, int]:
         """Counts kept by this worker's parts, for the beat."""
         return {}
@@ -174,6 +178,7 @@ class Actor:
             worker=self.worker,
             identity=self.identity(),
             vocabulary=self.vocabulary(),
+            hidden_size=self.hidden_size(),
             draining=self.draining.is_set(),
             counters=dict(itertools.islice(self._all_counters(), MAX_COUNTERS)),
             load=self.load(),

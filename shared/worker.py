@@ -24,6 +24,7 @@ from shared.engine.threads import openmp
 from shared.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from shared.engine.draft_head import DraftHead
     from shared.engine.engine import Engine
     from shared.engine.quality import Quality
 
@@ -155,6 +156,13 @@ def vet(settings: Settings, quality: Quality, seconds: float) -> None:
 def load_draft_engine(settings: Settings, folder: Path, layers: int | None) -> StepEngine:
     """As `load_engine`, of the first `layers` layers if given. A drafter's KV is its own: stored as it is."""
     return _load(settings, folder, layers=layers)
+
+
+def load_draft_head(settings: Settings, folder: Path, target: Path) -> DraftHead:
+    """The draft head in `folder`, for the model in the folder `target`. Blocking. Raises ConfigError, ModelError."""
+    from shared.engine.draft_head import DraftHead
+
+    return DraftHead.load(folder, target, threads=settings.threads)
 
 
 def _load(settings: Settings, folder: Path, **more: Any) -> Engine:

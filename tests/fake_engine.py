@@ -22,6 +22,8 @@ from shared.messages import ChatMessage, Identity
 from shared.sampling.fields import Logprob
 
 VOCAB = 1000
+HIDDEN = 4
+"""Channels of a hidden state."""
 EMPTY = 2**32 - 1
 
 
@@ -45,6 +47,12 @@ def logprob(token: int, top: int) -> Logprob:
     """What the fake engine says of a token, and of those below it."""
     ids = list(range(token, max(token - top, -1), -1))
     return Logprob(logprob=-token / VOCAB, top_ids=ids, top_logprobs=[-i / VOCAB for i in ids])
+
+
+def hidden_state(position: int, token: int, channels: int = HIDDEN) -> bytes:
+    """What the fake engine reports of the `token` that it chose for `position`."""
+    known = [position // 1000, position % 1000, token // 1000, token % 1000]
+    return np.resize(np.asarray(known, dtype="<f2"), channels).tobytes()
 
 
 class FakeEngine:
@@ -88,6 +96,7 @@ class FakeEngine:
             fingerprint=fingerprint,
             vocabulary="fake-vocabulary",
             dtype="float32",
+            hidden_size=HIDDEN,
         )
 
     @property
@@ -102,12 +111,17 @@ class FakeEngine:
         return self
 
     def sample(self, spans: Sequence[Span]) -> list[Sampled]:
-        """With log-probabilities that tell the token: see `logprob`."""
-        taken = self.step(spans)
-        return [
-            Sampled(tokens, None if span.logprobs is None else [logprob(token, span.logprobs) for token in tokens])
-            for span, tokens in zip(spans, taken, strict=True)
+        """With log-probabilities and hidden states that tell the token: see `logprob`, `hidden_state`."""
+        return [self._sampled(span, tokens) for span, tokens in zip(spans, self.step(spans), strict=True)]
+
+    def _sampled(self, span: Span, tokens: list[int]) -> Sampled:
+        end = span.start + len(span.token_ids)
+        places = range(end - span.rows + 1, end + 1)
+        scores = None if span.logprobs is None else [logprob(token, span.logprobs) for token in tokens]
+        states = [
+            hidden_state(place, token, self.info.hidden_size) for place, token in zip(places, tokens, strict=True)
         ]
+        return Sampled(tokens, scores, states if span.hidden and states else None)
 
     def step(self, spans: Sequence[Span]) -> list[list[int]]:
         check(spans, self.info)

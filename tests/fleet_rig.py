@@ -12,6 +12,7 @@ from services.decode.publics import PublicPrefixes
 from services.decode.service import DecodeWorker
 from services.drafter.config import DrafterSettings
 from services.drafter.service import DrafterWorker
+from services.drafter.sources.base import Stepping
 from services.drafter.sources.model import ModelSource
 from services.drafter.sources.suffix import SuffixSource
 from services.prefill.config import PrefillSettings
@@ -108,8 +109,13 @@ class FleetRig:
         return worker
 
     async def drafter(
-        self, name: str = "drafter-1", engine: StepEngine | None = None, **overrides: Any
+        self,
+        name: str = "drafter-1",
+        engine: StepEngine | None = None,
+        source: Stepping | None = None,
+        **overrides: Any,
     ) -> DrafterWorker:
+        """`source`: what guesses, if it is not the engine."""
         settings = DrafterSettings(**{**COMMON, "draft_source": "model", **overrides})
         engine = self._engine(name, engine)
         worker = DrafterWorker(
@@ -117,7 +123,7 @@ class FleetRig:
             self.bus(name),
             name,
             suffix=SuffixSource(settings.history_tokens) if settings.draft_source != "model" else None,
-            model=ModelSource(engine) if settings.draft_source != "suffix" else None,
+            model=(source or ModelSource(engine)) if settings.draft_source != "suffix" else None,
             vocabulary=engine.info.vocabulary,
             vocab_size=engine.info.vocab_size,
         )

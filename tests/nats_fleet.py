@@ -15,12 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from services.decode.service import DecodeWorker
+from services.drafter.service import DrafterWorker
 from services.prefill.service import PrefillWorker
 from shared.bus import bulk_socket
 from shared.bus.base import Incoming
@@ -59,9 +60,13 @@ class NatsFleet(NatsRig):
         await self._connect(name)
         return await super().prefill(name, engine, **overrides)
 
-    async def _connect(self, name: str) -> None:
+    async def drafter(self, name: str = "drafter-1", *args: Any, **overrides: Any) -> DrafterWorker:
+        await self._connect(name, "control")
+        return await super().drafter(name, *args, **overrides)
+
+    async def _connect(self, name: str, *purposes: str) -> None:
         """Connections are made before a worker is, and `bus` hands them out."""
-        for purpose in ("control", "bulk"):
+        for purpose in purposes or ("control", "bulk"):
             self._spare.append(await NatsBus.connect(self._url, name=f"{name}/{purpose}", wait=WAIT_S))
 
 
@@ -141,8 +146,9 @@ async def _serve(role: str, url: str, name: str, engine: str, settings: str, fre
     if int(freeze_after):
         _freeze_after(int(freeze_after))
     async with NatsFleet(url) as rig:
-        start = {"decode": rig.decode, "prefill": rig.prefill}[role]
-        await start(name, WideEngine(**json.loads(engine)), **json.loads(settings))
+        starts: dict[str, Callable[..., Awaitable[object]]]
+        starts = {"decode": rig.decode, "prefill": rig.prefill, "drafter": rig.drafter}
+        await starts[role](name, WideEngine(**json.loads(engine)), **json.loads(settings))
         print("it serves", flush=True)
         await asyncio.to_thread(sys.stdin.read)
 

@@ -5,8 +5,9 @@ The measuring runs in a child process (`python -m trine.check_drafter`, settings
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ from rich.table import Table
 from rich.text import Text
 
 from services.drafter.config import DrafterSettings
+from services.drafter.sources.head import HeadSource
+from shared import drafters
 from shared.engine.base import ModelInfo, StepEngine
 from shared.engine.weights import resolve
-from shared.errors import InvalidField, ModelError
+from shared.errors import ConfigError, InvalidField, ModelError
 from shared.tokenizer import Tokenizer
 from shared.vocabulary import Comparison, Vocabulary
-from shared.worker import load_draft_engine, load_engine
+from shared.worker import load_draft_engine, load_draft_head, load_engine
 from trine import child_task, draft_trial
 from trine.child_task import Progress, silent
 from trine.draft_trial import Trial
-from trine.forecast import DEPTHS, Costs, Forecast, verdict
+from trine.forecast import DEPTHS, Costs, Forecast, Propose, verdict
 from trine.settings import checked
 
 
@@ -61,6 +64,7 @@ class Report:
     target_context: int | None
     """In positions; None when the vocabularies alone tell that the pair does not fit."""
     drafter_context: int | None
+    """None also for a draft head, which drafts at any position."""
     worth: Worth | None
     """None when the pair does not fit."""
 
@@ -79,7 +83,9 @@ def check(drafter: str, layers: int | None, env: Mapping[str, str], progress: Pr
     `env` are TRINE_* variables on top of this process's environment. Raises ConfigError, ModelError, InvalidField.
     """
     if bool(drafter) == (layers is not None):
-        raise InvalidField("a drafter is another model or the target's own first layers: name one", field="drafter")
+        raise InvalidField(
+            "a drafter is a draft head, a model or the target's own first layers: name one", field="drafter"
+        )
     env = {**env, "TRINE_DRAFTER_MODEL": drafter}
     env |= {} if layers is None else {"TRINE_DRAFTER_LAYERS": str(layers)}
     checked(DrafterSettings, env)
@@ -122,12 +128,20 @@ def _table(worth: Worth) -> Table:
 def measure(settings: DrafterSettings, progress: Progress = silent) -> Report:
     """The child's side of `check`: loads torch, unless the vocabularies tell that the pair does not fit."""
     folder = resolve(settings.model, progress)
-    draft_folder = resolve(settings.drafter_model, progress) if settings.drafter_model else folder
+    name = settings.drafter_model
+    if name and (head := drafters.find(name, folder)) is not None:
+        return _with_head(settings, folder, head, progress)
+    draft_folder = resolve(name, progress) if name else folder
     progress("comparing the vocabularies", 0.0)
     vocabulary = Comparison.of(Vocabulary.load(folder), Vocabulary.load(draft_folder))
-    report = Report(
+    report = _begun(settings, name or f"its first {settings.drafter_layers} layers", vocabulary)
+    return _with_model(report, settings, folder, draft_folder, progress) if report.fits else report
+
+
+def _begun(settings: DrafterSettings, drafter: str, vocabulary: Comparison) -> Report:
+    return Report(
         model=settings.served_name,
-        drafter=settings.drafter_model or f"its first {settings.drafter_layers} layers",
+        drafter=drafter,
         refusals=(vocabulary.refusal,) if vocabulary.refusal else (),
         notes=_vocabulary_notes(vocabulary),
         vocabulary=vocabulary,
@@ -135,7 +149,6 @@ def measure(settings: DrafterSettings, progress: Progress = silent) -> Report:
         drafter_context=None,
         worth=None,
     )
-    return _tried(report, settings, folder, draft_folder, progress) if report.fits else report
 
 
 def _vocabulary_notes(found: Comparison) -> tuple[str, ...]:
@@ -147,12 +160,33 @@ def _vocabulary_notes(found: Comparison) -> tuple[str, ...]:
     return tuple(f"{what}: {count:,}" for count, what in notes if count)
 
 
-def _tried(report: Report, settings: DrafterSettings, folder: Path, draft_folder: Path, progress: Progress) -> Report:
-    trials = draft_trial.trials(Tokenizer.load(folder), settings.block_size)
-    sized = settings.model_copy(update={"kv_blocks": 1 + trials[-1].table[-1]})
-    progress("loading the target", 0.1)
-    target = load_engine(sized, folder, slots=len(trials), lookahead=max(draft_trial.WIDTHS))
+def _with_head(settings: DrafterSettings, folder: Path, head_folder: Path, progress: Progress) -> Report:
+    """A draft head fits if it was made for these weights: that compares vocabularies too."""
+    vocabulary = Vocabulary.load(folder)
+    report = _begun(settings, settings.drafter_model, Comparison.of(vocabulary, vocabulary))
+    progress("loading the drafter", 0.0)
+    try:
+        head = load_draft_head(settings, head_folder, folder)
+    except ConfigError as error:
+        return replace(report, refusals=(error.message,))
+    trials, target = _target(settings, folder, progress)
+    report = replace(report, target_context=target.info.context_length)
+    if head.info.hidden_size != target.info.hidden_size:
+        size = f"the head reads hidden states of {head.info.hidden_size} channels"
+        return replace(report, refusals=(f"{size}, the target has {target.info.hidden_size}",))
+    draft_trial.answer(target, trials, lambda done: progress("the target answers", 0.3 + done * 0.4))
+    source = HeadSource(head)
+    propose = {trial.slot: draft_trial.by_head(source, trial) for trial in trials}
+    progress("the drafter guesses", 0.7)
+    return replace(report, worth=_worth(target, partial(draft_trial.head_step, head), propose, trials, progress))
+
+
+def _with_model(
+    report: Report, settings: DrafterSettings, folder: Path, draft_folder: Path, progress: Progress
+) -> Report:
+    trials, target = _target(settings, folder, progress)
     progress("loading the drafter", 0.3)
+    sized = settings.model_copy(update={"kv_blocks": target.info.kv_blocks})
     drafter = load_draft_engine(sized, draft_folder, None if settings.drafter_model else settings.drafter_layers)
     ours, theirs = target.info, drafter.info
     report = replace(report, target_context=ours.context_length, drafter_context=theirs.context_length)
@@ -161,11 +195,25 @@ def _tried(report: Report, settings: DrafterSettings, folder: Path, draft_folder
             f"the drafter's weights are for {theirs.vocab_size:,} ids, the target has {report.vocabulary.target_size:,}"
         )
         return replace(report, refusals=(sizes,))
-    trials = [trial for trial in trials if len(trial.prompt) + draft_trial.ROOM <= ours.context_length]
-    if not trials:
-        raise ModelError(f"the target's context of {ours.context_length} positions is too short for any of the tasks")
-    worth = _worth(target, drafter, trials, progress)
+    draft_trial.answer(target, trials, lambda done: progress("the target answers", 0.4 + done * 0.3))
+    for done, trial in enumerate(trials):
+        progress("the drafter guesses", 0.7 + 0.2 * done / len(trials))
+        draft_trial.guess(drafter, trial)
+    propose = {trial.slot: draft_trial.by_model(trial) for trial in trials}
+    worth = _worth(target, partial(draft_trial.model_step, drafter), propose, trials, progress)
     return replace(report, notes=report.notes + _weights_notes(ours, theirs), worth=worth)
+
+
+def _target(settings: DrafterSettings, folder: Path, progress: Progress) -> tuple[list[Trial], StepEngine]:
+    """The trials that the target's context has room for, and the target. Raises ModelError if it has for none."""
+    trials = draft_trial.trials(Tokenizer.load(folder), settings.block_size)
+    sized = settings.model_copy(update={"kv_blocks": 1 + trials[-1].table[-1]})
+    progress("loading the target", 0.1)
+    target = load_engine(sized, folder, slots=len(trials), lookahead=max(draft_trial.WIDTHS))
+    context = target.info.context_length
+    if not (fitting := [trial for trial in trials if len(trial.prompt) + draft_trial.ROOM <= context]):
+        raise ModelError(f"the target's context of {context} positions is too short for any of the tasks")
+    return fitting, target
 
 
 def _weights_notes(target: ModelInfo, drafter: ModelInfo) -> tuple[str, ...]:
@@ -179,17 +227,20 @@ def _weights_notes(target: ModelInfo, drafter: ModelInfo) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _worth(target: StepEngine, drafter: StepEngine, trials: Sequence[Trial], progress: Progress) -> Worth:
-    draft_trial.answer(target, trials, lambda done: progress("the target answers", 0.4 + done * 0.3))
-    for done, trial in enumerate(trials):
-        progress("the drafter guesses", 0.7 + 0.2 * done / len(trials))
-        draft_trial.guess(drafter, trial)
+def _worth(
+    target: StepEngine,
+    draft: Callable[[Trial], object],
+    propose: Mapping[int, Propose],
+    trials: Sequence[Trial],
+    progress: Progress,
+) -> Worth:
+    """`draft`: a step of the drafter; `propose`: its drafts, by the trial's slot."""
     progress("timing steps", 0.9)
-    costs, step_s = draft_trial.costs(target, drafter, trials)
+    costs, step_s = draft_trial.costs(target, draft, trials)
     tasks = []
     for name in dict.fromkeys(trial.task for trial in trials):
         of_kind = [trial for trial in trials if trial.task == name]
-        by_model = draft_trial.forecast(of_kind, draft_trial.by_model, costs)
+        by_model = draft_trial.forecast(of_kind, lambda trial: propose[trial.slot], costs)
         by_suffix = draft_trial.forecast(of_kind, draft_trial.by_suffix, replace(costs, draft=0.0))
         tasks.append(Task(name, sum(len(trial.answer) for trial in of_kind), by_model, by_suffix))
     return Worth(

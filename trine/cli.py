@@ -52,7 +52,7 @@ def up(
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a hub id, or the built-in default.")] = "",
     model_name: Annotated[str, typer.Option(help="The name clients ask for; from the model's when empty.")] = "",
     drafter_model: Annotated[
-        str, typer.Option(help="A small model that drafts; empty: the target's first layers.")
+        str, typer.Option(help="A draft head's folder, or a small model; empty: the head that comes with Trine.")
     ] = "",
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
@@ -91,6 +91,7 @@ def up(
 
 
 def _run_fleet(counts: dict[str, int], nats: str, env: dict[str, str]) -> None:
+    from shared import drafters
     from trine.prepare import prepare
     from trine.supervisor import Fleet
 
@@ -101,7 +102,8 @@ def _run_fleet(counts: dict[str, int], nats: str, env: dict[str, str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the fleet in order
     try:
         with progress_bar(console) as progress:
-            for wanted in {fleet.settings.model, env.get("TRINE_DRAFTER_MODEL", "")} - {""}:
+            drafter = env.get("TRINE_DRAFTER_MODEL", "")
+            for wanted in {fleet.settings.model, *([drafter] if drafters.needs_weights(drafter) else [])}:
                 prepare(wanted, progress)
         with fleet:
             fleet.wait_ready(READY_S)
@@ -181,7 +183,9 @@ def check(
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     text: Annotated[Path | None, typer.Option(help="Measure on this text, not on the built-in English.")] = None,
-    drafter: Annotated[str, typer.Option(help="Try this model as the drafter instead.")] = "",
+    drafter: Annotated[
+        str, typer.Option(help="Try this drafter instead: a draft head's folder, `shipped`, or a model.")
+    ] = "",
     drafter_layers: Annotated[
         int | None, typer.Option(help="Try the model's own first layers as the drafter instead.")
     ] = None,

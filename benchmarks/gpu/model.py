@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.report import Line
 from shared.engine.attention import NAME
+from shared.engine.base import Sampled
 from shared.engine.codecs.registry import codec_of
 from shared.engine.engine import Engine
 from shared.engine.graphs import StaticStep
@@ -61,10 +62,13 @@ class ModelChecks:
         spans = [Span((3 + i,), 0, (i,), 1, i, GREEDY) for i in range(3)]
         engines = [self._engine(4, s.block_size, graphs=graphs) for graphs in (False, True)]
         for step in range(3):
-            again = [Span((3 + i + step,), step, (i,), 1, i, GREEDY) for i in range(3)]
+            again = [Span((3 + i + step,), step, (i,), 1, i, GREEDY, hidden=True) for i in range(3)]
             eager, captured = (engine.forward(again) for engine in engines)
         difference = float((eager - captured).abs().max() / eager.abs().max())
         yield Line("captured against eager logits", difference, "of the largest", ok=difference <= 0.03)
+        eager, captured = (_states(engine.sample(again)) for engine in engines)
+        difference = float((eager - captured).abs().max() / eager.abs().max())
+        yield Line("captured against eager hidden states", difference, "of the largest", ok=difference <= 0.03)
         pool = KVPool(self.model.shapes, 4, s.block_size, DTYPE, self._bench.device, codec_of("none"))
         with torch.inference_mode():
             waits = _waits(self._bench, StaticStep(self.model, pool, Capacity.of(spans, s.block_size)), spans)
@@ -177,6 +181,12 @@ def _peer_prefill(module: Any, ids: Tensor, room: int, cache: type[Any]) -> tupl
     return kv, out.logits[:, -1].argmax(-1)
 
 
+def _states(sampled: Sequence[Sampled]) -> Tensor:
+    """The hidden states reported, [rows, hidden_size]."""
+    states = [torch.frombuffer(bytearray(state), dtype=torch.float16) for s in sampled for state in s.hidden or ()]
+    return torch.stack(states).float()
+
+
 def _waits(bench: Bench, step: StaticStep, spans: Sequence[Span]) -> str:
     sampling = Sampling(
         temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={3: -100}, min_tokens=4
@@ -187,7 +197,7 @@ def _waits(bench: Bench, step: StaticStep, spans: Sequence[Span]) -> str:
             torch.cuda.set_sync_debug_mode("error")
         try:
             step.load(spans)
-            tokens = choose(adjusted(step.forward(), rows), rows)
+            tokens = choose(adjusted(step.forward().logits, rows), rows)
         finally:
             if bench.cuda:
                 torch.cuda.set_sync_debug_mode("default")

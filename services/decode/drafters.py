@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from services.decode.costs import TRIP, Line
 from services.decode.depth import Acceptance
-from shared.messages import DraftItem
+from shared.messages import Beat, DraftItem
 
 PAUSE = 4  # steps; doubled with every ask that is lost in a row
 MAX_PAUSE = 256
@@ -31,6 +32,11 @@ class Ask:
     @property
     def depth(self) -> int:
         return max(i.k for i in self.items)
+
+    @property
+    def largest(self) -> DraftItem:
+        """By bytes, about: 3 for a token, 16 for a bias."""
+        return max(self.items, key=lambda i: 3 * len(i.token_ids) + 16 * len(i.sampling.logit_bias) + len(i.hidden))
 
     @property
     def told(self) -> int:
@@ -86,3 +92,8 @@ class DrafterState:
         """Seconds that a step waits, on average, if it asks for 1, 2, … `depth` drafts; `in_vain` if none come."""
         late = (1.0 - self.in_time) * in_vain
         return [late + self.in_time * max(self.trip.at(float(k)), 0.0) for k in range(1, depth + 1)]
+
+
+def readers(drafters: Iterable[Beat], hidden_size: int) -> frozenset[str]:
+    """Those that read hidden states of `hidden_size` channels; none of no channels."""
+    return frozenset(beat.worker for beat in drafters if hidden_size and beat.hidden_size == hidden_size)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 import anyio
 import structlog
 
-from services.decode.drafters import Ask
+from services.decode.drafters import Ask, readers
 from services.decode.request import Request
 from services.decode.speculation import DraftBook
 from shared.bus.base import Bus
 from shared.codec import decode, encode
 from shared.errors import BusError, RequestError, TooLarge
-from shared.messages import DraftAsk, Drafts
+from shared.messages import Beat, DraftAsk, Drafts
 from shared.peers import Peers
 from shared.subjects import Subjects
 from shared.telemetry import Counters
@@ -42,7 +42,9 @@ class Drafting:
         peers: Peers,
         counters: Counters,
         spawn: Callable[..., None],
+        hidden_size: int,
     ) -> None:
+        """`hidden_size`: channels of the engine's hidden states; 0: it reports none."""
         self.book = book
         self._worker = worker
         self._bus = bus
@@ -50,12 +52,21 @@ class Drafting:
         self._peers = peers
         self._counters = counters
         self._spawn = spawn
+        self._hidden_size = hidden_size
+
+    def reads_hidden(self) -> bool:
+        """Whether a drafter reads the engine's hidden states."""
+        return self.book.depth > 0 and bool(readers(self._alive(), self._hidden_size))
+
+    def _alive(self) -> list[Beat]:
+        return self._peers.alive("drafter", time.monotonic())
 
     async def ask(self, requests: Mapping[str, Request]) -> None:
         """Fill in `drafts` of the generating sequences among `requests` (by request id)."""
         generating = [r.sequence for r in requests.values() if r.sequence.generating]
-        drafters = [b.worker for b in self._peers.alive("drafter", time.monotonic())]
-        asks, wait_s = self.book.plan(generating, drafters)
+        drafters = self._alive()
+        names = [beat.worker for beat in drafters]
+        asks, wait_s = self.book.plan(generating, names, readers(drafters, self._hidden_size))
         if asks:
             await self._await(asks, wait_s)
         for probe in self.book.probes(r.sequence for r in requests.values() if r.sequence.generating):
@@ -89,16 +100,23 @@ class Drafting:
             reply = await self._bus.request(
                 self._subjects.draft(ask.drafter), encode(message), timeout=max(ANSWER_S, 2 * wait_s)
             )
-            answer = decode(reply.data, Drafts)
-        except (BusError, TooLarge):
+        except TooLarge:
+            self._counters["asks_unsent"] += 1
+            self.book.unsent(ask)
+        except BusError:
             self._counters["drafts_lost"] += 1
             self.book.lost(ask)
+        else:
+            self._answered(ask, reply.data, time.perf_counter() - started)
+        finally:
+            done()
+
+    def _answered(self, ask: Ask, data: bytes, seconds: float) -> None:
+        try:
+            answer = decode(data, Drafts)
         except RequestError as error:
             self._counters["bad_drafts"] += 1
             log.warning("bad drafts ignored", drafter=ask.drafter, error=str(error))
             self.book.lost(ask)
         else:
-            seconds = time.perf_counter() - started
             self._counters["drafts_ignored"] += self.book.answered(ask, answer.drafts, answer.unknown, seconds)
-        finally:
-            done()

@@ -45,6 +45,7 @@ class DecodeScheduler:
         self._admitted: list[Sequence] = []
         self._in_step: dict[Sequence, Work] = {}
         self._arrivals = 0
+        self._hidden = False
         self.preemptions = 0
 
     # Arriving and leaving
@@ -130,8 +131,12 @@ class DecodeScheduler:
 
     # Steps
 
-    def plan(self) -> list[Work]:
-        """The next step: every generating sequence with its drafts, then prefill chunks within the token budget."""
+    def plan(self, *, hidden: bool = False) -> list[Work]:
+        """The next step: every generating sequence with its drafts, then prefill chunks within the token budget.
+
+        `hidden`: somebody reads the hidden states that tokens are chosen from.
+        """
+        self._hidden = hidden
         ready = [s for s in self._admitted if s.phase is Phase.READY]
         works = self._decode_works(sorted((s for s in ready if s.remaining == 1), key=lambda s: s.rank))
         left = self._step_tokens - sum(len(w.span.token_ids) for w in works)
@@ -207,6 +212,7 @@ class DecodeScheduler:
             adjustments=sequence.adjustments,
             guesses=drafts,
             logprobs=sequence.logprobs,
+            hidden=self._hidden,
         )
         return Work(sequence, span, drafts)
 
@@ -252,7 +258,7 @@ class DecodeScheduler:
         new = tuple(taken.tokens[: accepted + 1])
         before = sequence.computed // self._block_size
         sequence.computed = span.start + len(span.token_ids) - work.drafts + accepted
-        sequence.extend(new)
+        sequence.extend(new, taken.hidden[accepted] if taken.hidden else b"")
         sequence.drafts = ()
         filled = range(before, sequence.computed // self._block_size)
         self._holdings.commit(sequence, filled)

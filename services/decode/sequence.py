@@ -55,10 +55,20 @@ class Sequence:
     """They have taken all generated tokens, and never a draft that was not accepted."""
     logprobs: int | None = None
     """Of how many most likely tokens log-probabilities are wanted, besides the chosen one's; None: not even of that."""
+    _state: tuple[int, bytes] = field(default=(0, b""), init=False, repr=False)
+    """A hidden state, and how many tokens there were when its own was the last of them."""
 
-    def extend(self, tokens: tuple[int, ...]) -> None:
-        """These were generated."""
+    @property
+    def hidden(self) -> bytes:
+        """What the LM head read when the last token was chosen, as `Sampled.hidden`; empty where that is not known, as
+        with a token of the prompt or of an earlier attempt."""
+        length, state = self._state
+        return state if length == len(self.tokens) else b""
+
+    def extend(self, tokens: tuple[int, ...], hidden: bytes = b"") -> None:
+        """These were generated, the last one from the state `hidden`."""
         self.tokens += tokens
+        self._state = len(self.tokens), hidden
         if self.adjustments is not None:
             self.adjustments.take(tokens)
 

@@ -101,6 +101,7 @@ class DecodeWorker(JobActor):
             self.peers,
             self.counters,
             self.spawn,
+            self._info.hidden_size,
         )
         self._refusals = Refusals(bus, self.subjects, worker, self.counters, self.try_ensure_streams)
         self._desk = Desk(worker, self.scheduler, self._refusals, self.counters, self.spawn, self._request_left)
@@ -264,7 +265,7 @@ class DecodeWorker(JobActor):
     async def _steps(self) -> None:
         while True:
             self._admit()
-            works = self.scheduler.plan()
+            works = self.scheduler.plan(hidden=self._drafting.reads_hidden())
             if not works:
                 self._work = anyio.Event()
                 await self._work.wait()

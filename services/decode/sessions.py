@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from services.decode.depth import Acceptance, Prospect
 
 MAX_GAP = 8  # steps between two asks on suspicion; what they may cost in all is bounded elsewhere
+PAUSE = 64  # steps, doubled each time, in which a drafter that does not take it on is not told all of it again
+MAX_PAUSE = 8192
 
 
 @dataclass(slots=True)
@@ -37,6 +39,10 @@ class Session:
     gap: int = 1
     probe_at: int = 0
     """The number of the step beside which it may be asked about next."""
+    refused: int = 0
+    """Times that the drafter did not have it, since it last drafted for it."""
+    resume_at: int = 0
+    """The number of the step from which on it may be asked about at all."""
 
     def held(self, room: int) -> int:
         """Drafts that are here, up to `room`."""
@@ -64,6 +70,19 @@ class Session:
             guess.right += 1
         if not guess.left:
             self.guess = None
+
+    def unknown(self, base: int, step: int) -> None:
+        """The drafter does not have it, and is told everything again: at once if it has forgotten it for once."""
+        self.told = 0
+        if base == 0 or self.refused:
+            self.refuse(step)
+        else:
+            self.refused = 1
+
+    def refuse(self, step: int) -> None:
+        """The drafter cannot have it: it is too long, or there is no room for it."""
+        self.resume_at = step + min(PAUSE << min(self.refused, 16), MAX_PAUSE)
+        self.refused += 1
 
     def encourage(self, good: bool) -> None:
         """The next ask on suspicion comes sooner or later."""

@@ -16,11 +16,12 @@ from services.decode.depth import NOTHING, Acceptance, Prospect, allot
 from services.decode.drafters import UNREAD, Ask, DrafterState
 from services.decode.sequence import Sequence
 from services.decode.sessions import Guess, Session
-from shared.messages import MAX_BATCH, Draft, DraftItem
+from shared.messages import MAX_BATCH, MAX_SESSION_TOKENS, Draft, DraftItem
 from shared.peers import rendezvous
 
 MEMORY = 10.0  # answers that a sequence's expectation remembers
 MAX_TOLD = 32_768  # tokens in one ask
+MAX_STATES = 512 << 10  # bytes of hidden states in one ask; of sequences beyond that none are told
 PROBE_DEPTH = 4
 PROBE_SHARE = 0.015
 """Of the time of steps, so much may drafters spend on asks that nobody waits for: they may share the cores."""
@@ -47,6 +48,7 @@ class DraftBook:
         self._costs = StepCosts()
         self._sessions: dict[str, Session] = {}
         self._drafters: dict[str, DrafterState] = {}
+        self._readers: Collection[str] = ()
         self._ended: dict[str, list[str]] = {}
         self._credit = 0.0
         self._disturbed = False
@@ -61,9 +63,15 @@ class DraftBook:
             self._costs.see(sequences, positions, seconds)
         self._credit = min(max(self._credit, -MAX_DEBT * seconds) + PROBE_SHARE * seconds, 0.0)
 
-    def plan(self, sequences: Seq[Sequence], drafters: Seq[str]) -> tuple[list[Ask], float]:
-        """What to ask before the next step of these generating `sequences`, and the seconds to wait for the answers."""
+    def plan(
+        self, sequences: Seq[Sequence], drafters: Seq[str], readers: Collection[str] = ()
+    ) -> tuple[list[Ask], float]:
+        """What to ask before the next step of these generating `sequences`, and the seconds to wait for the answers.
+
+        `readers`: those of the drafters that read hidden states as the engine's are.
+        """
         self._step += 1
+        self._readers = readers
         self._drafters = {d: self._drafters.get(d) or DrafterState() for d in drafters}
         self._ended = {d: sessions for d, sessions in self._ended.items() if d in self._drafters}
         if not self.depth or not sequences:
@@ -85,7 +93,7 @@ class DraftBook:
         for sequence, depth in zip(sequences, depths, strict=True):
             session = self._sessions[sequence.id]
             if depth > self._held(sequence) and self._may_wait(sequence) and self._fits_in(sequence, items):
-                items.setdefault(session.drafter, []).append(self._item(sequence, depth))
+                items.setdefault(session.drafter, []).append(self._item(sequence, depth, items))
         return [self._open(Ask(d, asked, awaited=True)) for d, asked in items.items()], wait
 
     def probes(self, sequences: Iterable[Sequence]) -> list[Ask]:
@@ -96,7 +104,8 @@ class DraftBook:
             if session is None or session.guess is not None or not self._room(sequence):
                 continue
             drafter = self._drafters.get(session.drafter)
-            if drafter is None or self._step < session.probe_at or not drafter.may_probe(self._step):
+            due_at = max(session.probe_at, session.resume_at)
+            if drafter is None or self._step < due_at or not drafter.may_probe(self._step):
                 continue
             if self._credit < 0 and drafter.trip.seen > FREE_PROBES and not self._to_be_read(sequence):
                 continue
@@ -105,8 +114,9 @@ class DraftBook:
             if not self._fits_in(sequence, items):
                 continue
             session.probing, session.probe_at = True, self._step + session.gap
-            items.setdefault(session.drafter, []).append(self._item(sequence, min(PROBE_DEPTH, self._room(sequence))))
-        self._disturbed = bool(items)
+            item = self._item(sequence, min(PROBE_DEPTH, self._room(sequence)), items)
+            items.setdefault(session.drafter, []).append(item)
+        self._disturbed = bool(items) or any(drafter.open for drafter in self._drafters.values())
         paid = self._credit >= 0
         return [self._open(Ask(d, asked, awaited=False, paid=paid)) for d, asked in items.items()]
 
@@ -138,6 +148,8 @@ class DraftBook:
         return max(self._step_tokens - len(sequences), 0)
 
     def _room(self, sequence: Sequence) -> int:
+        if len(sequence.tokens) > MAX_SESSION_TOKENS:
+            return 0
         return max(min(self.depth, sequence.max_tokens - sequence.generated - 1), 0)
 
     def _held(self, sequence: Sequence) -> int:
@@ -155,7 +167,7 @@ class DraftBook:
     def _may_wait(self, sequence: Sequence) -> bool:
         session = self._sessions[sequence.id]
         drafter = self._drafters.get(session.drafter)
-        if drafter is None or session.probing or not drafter.may_wait():
+        if drafter is None or session.probing or self._step < session.resume_at or not drafter.may_wait():
             return False
         return not self._adaptive or (drafter.trip.seen > 0 and len(sequence.tokens) - session.told <= UNREAD)
 
@@ -189,8 +201,11 @@ class DraftBook:
         told = sum(len(item.token_ids) for item in others)
         return not others or told + len(sequence.tokens) - session.told <= MAX_TOLD
 
-    def _item(self, sequence: Sequence, k: int) -> DraftItem:
+    def _item(self, sequence: Sequence, k: int, items: Mapping[str, Seq[DraftItem]]) -> DraftItem:
+        """Of an ask that has `items` already."""
         session = self._sessions[sequence.id]
+        told = sum(len(item.hidden) for item in items.get(session.drafter, ()))
+        reads = session.drafter in self._readers and told + len(sequence.hidden) <= MAX_STATES
         base, session.told = session.told, len(sequence.tokens)
         return DraftItem(
             session=sequence.id,
@@ -200,6 +215,7 @@ class DraftBook:
             sampling=sequence.sampling.model_copy(update={"seed": sequence.seed}),
             prompt_len=sequence.prompt_len,
             salt=sequence.lineage.salt,
+            hidden=sequence.hidden if reads else b"",
         )
 
     def end(self, session: str) -> None:
@@ -226,9 +242,19 @@ class DraftBook:
 
     def lost(self, ask: Ask) -> None:
         """No answer will come, or none that makes sense. The drafter is told everything again the next time."""
-        self._closed(ask, {i.session for i in ask.items})
+        for _, session in self._closed(ask):
+            session.told = 0
         if (drafter := self._drafters.get(ask.drafter)) is not None:
             drafter.lost(ask, self._step)
+
+    def unsent(self, ask: Ask) -> None:
+        """The bus takes no message so large: the next does without its largest item. The drafter has heard nothing."""
+        if (drafter := self._drafters.get(ask.drafter)) is not None:
+            drafter.closed(ask)
+        for item, session in self._closed(ask):
+            session.told = min(session.told, item.base)
+            if item is ask.largest:
+                session.refuse(self._step)
 
     def answered(self, ask: Ask, drafts: Iterable[Draft], unknown: Iterable[str], seconds: float) -> int:
         """Take in an answer; returns how many of its drafts are forged or misplaced and therefore ignored.
@@ -243,7 +269,10 @@ class DraftBook:
         if ask.paid:
             self._credit -= seconds
         asked = {i.session: i for i in ask.items}
-        self._closed(ask, asked.keys() & set(unknown))
+        missing = set(unknown)
+        for item, session in self._closed(ask):
+            if item.session in missing:
+                session.unknown(item.base, self._step)
         ignored = 0
         for draft in drafts:
             if draft.session not in asked or not self._fits(draft, asked[draft.session]):
@@ -252,18 +281,17 @@ class DraftBook:
                 del asked[draft.session]
                 ignored += not self._take(ask.drafter, draft)
         for name, item in asked.items():
-            if len(item.token_ids) <= UNREAD:  # else it was busy reading
+            if name not in missing and len(item.token_ids) <= UNREAD:  # else it was busy reading
                 self._nothing(name)
         return ignored
 
-    def _closed(self, ask: Ask, unknown: Collection[str]) -> None:
-        """No more will come of this ask, and the drafter does not know these sequences."""
-        for item in ask.items:
-            session = self._sessions.get(item.session)
-            if session is not None and session.drafter == ask.drafter:
-                session.probing &= ask.awaited
-                if item.session in unknown:
-                    session.told = 0
+    def _closed(self, ask: Ask) -> list[tuple[DraftItem, Session]]:
+        """No more will come of this ask. What it was about, as far as that is still its drafter's."""
+        known = [(item, s) for item in ask.items if (s := self._sessions.get(item.session))]
+        found = [(item, session) for item, session in known if session.drafter == ask.drafter]
+        for _, session in found:
+            session.probing &= ask.awaited
+        return found
 
     def _fits(self, draft: Draft, item: DraftItem) -> bool:
         """Whether it continues what was asked about, with tokens that exist."""
@@ -277,6 +305,7 @@ class DraftBook:
         if session.drafter != drafter or draft.position > session.told:
             return False
         session.acceptance.answered(draft.source)
+        session.refused = 0
         session.guess = Guess(drafter, draft.source, draft.position, tuple(draft.token_ids[: self.depth]))
         return True
 

@@ -12,15 +12,15 @@ from shared.config import Settings
 class DrafterSettings(Settings):
     draft_source: Literal["auto", "model", "suffix"] = "auto"
     """`suffix` continues what occurred before, in the sequence or in past outputs of the same tenant; `model` runs the
-    draft model; `auto` takes whichever promises more, and is `suffix` alone where no draft model is given: the first
-    layers of a model that was not trained for it are right too seldom to pay for their steps."""
+    draft model; `auto` takes whichever promises more. Where no draft model is given and none comes with Trine for the
+    target, `auto` is `suffix` alone: the first layers of a model that was not trained for it are right too seldom."""
     drafter_model: str = ""
-    """Draft model (as `model`); with source `model` and none given: the target's own first `drafter_layers` layers."""
+    """The folder of a draft head, or a whole model (as `model`), or `shipped`: the draft head that comes with Trine for
+    the target. When empty that one too, if there is one; if not, with source `model`, the target's own first
+    `drafter_layers` layers. See docs/checking-a-drafter.md."""
     drafter_layers: Annotated[int, Field(ge=1)] = 8
     history_tokens: Annotated[int, Field(ge=0)] = 131_072
     """Tokens of past outputs that `suffix` keeps, over all tenants; about 250 bytes each. 0: none."""
-    max_sessions: Annotated[int, Field(ge=1)] = 256
-
-    @property
-    def wants_model(self) -> bool:
-        return self.draft_source == "model" or (self.draft_source == "auto" and bool(self.drafter_model))
+    session_tokens: Annotated[int, Field(ge=1)] = 2_097_152
+    """Tokens of all sequences drafted for at a time, about 40 bytes each; a sequence counts for 64 more than it has.
+    New ones beyond that get no drafts until others end or have not been asked about for some seconds."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
 
 import anyio
 import anyio.lowlevel
@@ -12,18 +14,19 @@ import anyio.lowlevel
 from services.drafter.asks import NOTHING, Ask
 from services.drafter.config import DrafterSettings
 from services.drafter.scheduler import Askers, Option, Trials, choose, worth_working
-from services.drafter.sessions import MAX_TOKENS, Session, SessionTable
-from services.drafter.sources.base import Wish
+from services.drafter.sessions import Session, SessionTable
+from services.drafter.sources.base import Stepping, StepPlan, Wish
 from services.drafter.sources.continuation import Continuation
-from services.drafter.sources.model import ModelSource, Plan, kinds
+from services.drafter.sources.head import usable
 from services.drafter.sources.suffix import SuffixSource
 from shared.actor import Actor
 from shared.bus.base import Bus, Incoming
 from shared.codec import decode, encode
 from shared.errors import ConfigError, RequestError, TrineError
-from shared.messages import DraftAsk, DraftItem, Load
+from shared.messages import MAX_SESSION_TOKENS, DraftAsk, DraftItem, Load
 
 MAX_PENDING = 256
+SWEEP_S = 10.0
 ON_THE_WAY = 0.1
 """Share of the time an asker waits that its ask and the answer take on the bus."""
 
@@ -42,7 +45,7 @@ class DrafterWorker(Actor):
         worker: str,
         *,
         suffix: SuffixSource | None,
-        model: ModelSource | None,
+        model: Stepping | None,
         vocabulary: str,
         vocab_size: int,
     ) -> None:
@@ -54,7 +57,7 @@ class DrafterWorker(Actor):
         self._model = model
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
-        self._sessions = SessionTable(settings.max_sessions)
+        self._sessions = SessionTable(settings.session_tokens)
         self._records = {source.name: source.record for source in (suffix, model) if source}
         self._askers = Askers()
         self._trials = Trials()
@@ -66,6 +69,9 @@ class DrafterWorker(Actor):
     def vocabulary(self) -> str:
         return self._vocabulary
 
+    def hidden_size(self) -> int:
+        return self._model.hidden_size if self._model else 0
+
     def load(self) -> Load:
         return Load(running=int(self._stepping), waiting=len(self._pending))
 
@@ -73,7 +79,7 @@ class DrafterWorker(Actor):
         await self.bus.subscribe(self.subjects.draft(self.worker), self._on_ask)
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        return {"model": self._steps, "index": self._index}
+        return {"model": self._steps, "index": self._index, "sweep": self._sweep}
 
     async def drain(self) -> None:
         """Nothing to hand back: decode workers see the beat and ask elsewhere."""
@@ -91,7 +97,7 @@ class DrafterWorker(Actor):
         asker_s = self._askers.asks(asked.worker, now)
         wait_s = asked.wait_ms / 1e3 * (1 - ON_THE_WAY)
         ask = Ask(asked.worker, message.reply, wait_s, now + wait_s)
-        self._take_in(asked, ask)
+        self._take_in(asked, ask, now)
         self._answer(ask, asker_s or wait_s)
         self._wake()
         if ask.open and len(self._pending) >= MAX_PENDING:
@@ -101,29 +107,39 @@ class DrafterWorker(Actor):
         else:
             await self._send(ask)
 
-    def _take_in(self, asked: DraftAsk, ask: Ask) -> None:
+    def _take_in(self, asked: DraftAsk, ask: Ask, now: float) -> None:
         """Bring the sessions up to date and list what is wanted."""
-        self._end(s for name in asked.ended if (s := self._sessions.end((asked.worker, name))))
+        for name in asked.ended:
+            self._sessions.end((asked.worker, name))
         named = Counter(i.session for i in asked.items)
         ask.unknown = [name for name, times in named.items() if times > 1]  # which of them to believe?
-        told = [(i, self._update(asked.worker, i)) for i in asked.items if named[i.session] == 1]
-        self._end(self._sessions.overflow())
+        told = [(i, self._update(asked.worker, i, now)) for i in asked.items if named[i.session] == 1]
+        self._end_over()
         for item, session in told:
-            if session is None or session.ended:
+            if session is None:
                 ask.unknown.append(item.session)
                 continue
             self._learn(session)
-            ask.wishes.append(Wish(session, session.tokens, len(session.tokens), item.k, item.sampling))
+            hidden = self._hidden(item)
+            ask.wishes.append(Wish(session, session.tokens, len(session.tokens), item.k, item.sampling, hidden))
 
-    def _update(self, worker: str, item: DraftItem) -> Session | None:
+    def _update(self, worker: str, item: DraftItem, now: float) -> Session | None:
         """The session as it is told now; a session told what cannot be is dropped."""
         length = item.base + len(item.token_ids)
         highest = max([0, *item.token_ids, *item.sampling.logit_bias])
-        if 0 < length <= MAX_TOKENS and highest < self._vocab_size:
-            return self._sessions.update(worker, item)
-        if (session := self._sessions.end((worker, item.session))) is not None:
-            self._end([session])
+        if 0 < length <= MAX_SESSION_TOKENS and highest < self._vocab_size:
+            return self._sessions.update(worker, item, now)
+        self._sessions.end((worker, item.session))
         return None
+
+    def _hidden(self, item: DraftItem) -> bytes:
+        """The target's hidden state, if this worker reads such ones and it is one."""
+        if not item.hidden or not self.hidden_size():
+            return b""
+        if usable(item.hidden, self.hidden_size()):
+            return item.hidden
+        self.counters["bad_hidden"] += 1
+        return b""
 
     def _learn(self, session: Session) -> None:
         """Compare the last answer with what the target took, once something of that is known."""
@@ -137,16 +153,18 @@ class DrafterWorker(Actor):
     def _answer(self, ask: Ask, asker_s: float) -> None:
         """Answer what can be answered at once; the rest is left to the model."""
         quick = [self._suffix.draft(w) if self._suffix else NOTHING for w in ask.wishes]
-        for wish, found, depth in zip(ask.wishes, quick, self._depths(ask, quick, asker_s), strict=True):
+        depths = self._depths(ask, quick, asker_s)
+        for wish, found, depth in zip(ask.wishes, quick, depths, strict=True):
             if self._model and depth:
+                depth = self._model.reach(wish, depth)
                 self._model.want(wish, depth)
             if self._model and depth and self._model.waits(wish):
                 ask.open[wish] = (found, depth)
             else:
                 self._settle(ask, wish, found, depth)
 
-    def _depths(self, ask: Ask, quick: Sequence[Continuation], asker_s: float) -> list[int]:
-        """For each wish the model's guesses to wait for."""
+    def _depths(self, ask: Ask, quick: list[Continuation], asker_s: float) -> list[int]:
+        """For each wish the model's guesses to wait for. Where the model is on trial, `quick` promises nothing."""
         model = self._model
         if model is None or self._suffix is None:
             return [model.room(w) if model else 0 for w in ask.wishes]
@@ -161,23 +179,30 @@ class DrafterWorker(Actor):
             elif option.model and self._trials.due():
                 model.want(wish, 0)
                 depths[index] = option.depth(int(budget_s / model.step_s))
+                quick[index] = replace(quick[index], expected=0.0)
         return depths
 
-    def _option(self, model: ModelSource, wish: Wish, found: Continuation) -> Option:
-        expected = model.record.expected(kinds(model.room(wish)), wish.session.fits[model.name])
-        return Option(found.expected, expected, len(model.ready(wish)), model.behind(wish))
+    def _option(self, model: Stepping, wish: Wish, found: Continuation) -> Option:
+        return Option(found.expected, model.expected(wish), len(model.ready(wish)), model.behind(wish))
 
     def _settle(self, ask: Ask, wish: Wish, found: Continuation, depth: int) -> None:
-        """Answer with what there is, of the model's guesses up to `depth`."""
-        guesses = self._model.ready(wish)[:depth] if self._model and depth else []
-        if self._model and guesses:
-            ask.answer(wish, self._model.name, tuple(guesses), kinds(len(guesses)))
-            self.counters["drafted_model"] += len(guesses)
+        """Answer with what promises more by now: what was found, or of the model's guesses those up to `depth`."""
+        guesses = self._of_target(self._model.ready(wish)[:depth]) if self._model and depth else []
+        if self._model and guesses and self._model.expected(wish)[len(guesses) - 1] > found.expected:
+            kinds = self._model.kinds(wish, len(guesses))
+            ask.answer(wish, self._model.name, tuple(guesses), kinds)
+            self.counters[f"drafted_{self._model.name}"] += len(guesses)
         else:
             ask.answer(wish, SuffixSource.name, found.token_ids, found.kinds)
             self.counters["drafted_suffix"] += len(found.token_ids)
         if self._model and depth:
             self._model.answered(wish)
+
+    def _of_target(self, guesses: Sequence[int]) -> list[int]:
+        """Those before the first id that the target does not have: a draft model may have more."""
+        known = list(takewhile(lambda token: token < self._vocab_size, guesses))
+        self.counters["guesses_cut"] += len(guesses) - len(known)
+        return known
 
     def _settle_all(self, ask: Ask) -> None:
         for wish, (found, depth) in list(ask.open.items()):
@@ -208,7 +233,7 @@ class DrafterWorker(Actor):
             if self._model:
                 await self._answer_pending(self._model)
 
-    async def _step(self, model: ModelSource, plan: Plan) -> None:
+    async def _step(self, model: Stepping, plan: StepPlan) -> None:
         """A model that fails must not cost the other source."""
         try:
             out, seconds = await self.in_engine(model.run, plan)
@@ -218,7 +243,7 @@ class DrafterWorker(Actor):
             self.log.exception("no drafts: the step failed", sessions=len(plan.sessions))
             model.fail(plan, error)
 
-    async def _answer_pending(self, model: ModelSource) -> None:
+    async def _answer_pending(self, model: Stepping) -> None:
         """Those that have what they wait for, or cannot wait for another step."""
         last_call = time.monotonic() + model.step_s
         done = [a for a in self._pending if a.until < last_call or not any(model.waits(w) for w in a.open)]
@@ -244,8 +269,15 @@ class DrafterWorker(Actor):
                 self._suffix.work()
                 await anyio.lowlevel.checkpoint()
 
-    def _end(self, sessions: Iterable[Session]) -> None:
-        for session in sessions:
+    async def _sweep(self) -> None:
+        """End what askers that are gone have left."""
+        while True:
+            await anyio.sleep(SWEEP_S)
+            self._sessions.expire(time.monotonic())
+            self._end_over()
+
+    def _end_over(self) -> None:
+        for session in self._sessions.take_ended():
             if self._suffix:
                 self._suffix.end(session)
             if self._model:

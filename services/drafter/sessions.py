@@ -1,17 +1,21 @@
-"""What a drafter knows of the sequences it drafts for. Pure."""
+"""What a drafter knows of the sequences it drafts for. Pure: the time is passed in."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from services.drafter.record import Fit, Guess
 from shared.messages import DraftItem
 
 Key = tuple[str, str]  # decode worker, its session
 Scope = tuple[str, str]  # tenant, salt: nothing is ever shared between two of these
-MAX_TOKENS = 1 << 17  # of one session: bounds what an asker can make a drafter hold
+OVERHEAD = 64  # tokens that a session counts for beyond its own: what is kept beside them
+ADMITTED = 0.875  # share of the capacity that new sessions may fill; with the rest they grow
+BUSY_S = 5.0  # a session asked about so lately does not go for the sake of another
+IDLE_S = 60.0  # after that its asker is gone, or has no use for drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -27,51 +31,101 @@ class Session:
     """The last answer, until the next tokens tell what came of it."""
     fits: defaultdict[str, Fit] = field(default_factory=lambda: defaultdict(Fit))
     """By source."""
-    ended: bool = False
+    asked_at: float = 0.0
+    """On this worker's monotonic clock."""
 
     @property
     def scope(self) -> Scope:
         """Decode names its sessions `<tenant>/<request>`; a name without a tenant shares with nobody."""
         return self.key[1].partition("/")[0], self.salt
 
+    @property
+    def size(self) -> int:
+        return OVERHEAD + len(self.tokens)
+
+    def is_of(self, item: DraftItem) -> bool:
+        """False if that is about another sequence, which has the name of this one by now."""
+        return self.salt == item.salt and item.prompt_len in (0, self.prompt_len)
+
 
 class SessionTable:
-    """At most `limit` sessions; the least recently asked about go first."""
+    """Sessions of `capacity` tokens in all, `OVERHEAD` for each included: that bounds their number and their memory.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._sessions: OrderedDict[Key, Session] = OrderedDict()
+    When there is no room, those go that nobody has asked about for `BUSY_S`. Where that is not enough, a new one is not
+    taken in: it would cost one as much in use its place, which would come back and cost the next one its place. Its
+    asker does without drafts, and tries again now and then. One that grows into others' room goes itself.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._size = 0
+        self._sessions: OrderedDict[Key, Session] = OrderedDict()  # least recently asked about first
+        self._ended: list[Session] = []
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def update(self, worker: str, item: DraftItem) -> Session | None:
-        """The session with the item's tokens after its first `base` tokens; None if it does not have so many."""
-        key, base, told = (worker, item.session), item.base, item.token_ids
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def update(self, worker: str, item: DraftItem, now: float) -> Session | None:
+        """The session with the item's tokens after its first `base` ones. None if it does not have so many, or if there
+        is no room for it."""
+        key, length = (worker, item.session), item.base + len(item.token_ids)
         session = self._sessions.get(key)
-        if session is not None and session.salt != item.salt:
+        if session is not None and not session.is_of(item):
+            self.end(key)
+            session = None
+        if session is None:
+            if item.base or not self._make_room(OVERHEAD + length, self._capacity * ADMITTED, now):
+                return None
+            session = self._sessions[key] = Session(key, prompt_len=item.prompt_len or length, salt=item.salt)
+            self._size += session.size
+        if item.base > len(session.tokens):
             return None
-        if session is None and base == 0:
-            session = Session(key, prompt_len=item.prompt_len or len(told), salt=item.salt)
-            self._sessions[key] = session
-        if session is None or base > len(session.tokens):
-            return None
-        _tell(session, base, told)
+        session.asked_at = now
         self._sessions.move_to_end(key)
+        if not self._make_room(length - len(session.tokens), self._capacity, now):
+            self.end(key)
+            return None
+        self._size -= session.size
+        _tell(session, item.base, item.token_ids)
+        self._size += session.size
         return session
 
-    def end(self, key: Key) -> Session | None:
-        session = self._sessions.pop(key, None)
-        if session is not None:
-            session.ended = True
-        return session
+    def end(self, key: Key) -> None:
+        if (session := self._sessions.pop(key, None)) is not None:
+            self._size -= session.size
+            self._ended.append(session)
 
-    def overflow(self) -> list[Session]:
-        """Remove and return the sessions beyond the limit."""
-        beyond = list(self._sessions.values())[: max(len(self._sessions) - self._limit, 0)]
-        for session in beyond:
+    def expire(self, now: float) -> None:
+        """End those that nobody has asked about for `IDLE_S`."""
+        for session in self._silent(now - IDLE_S):
             self.end(session.key)
-        return beyond
+
+    def take_ended(self) -> list[Session]:
+        """Those that have ended since this was last asked."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _make_room(self, tokens: int, capacity: float, now: float) -> bool:
+        """Whether so many more fit. Nobody goes in vain."""
+        excess = self._size + tokens - capacity
+        if excess <= 0:
+            return True
+        silent = self._silent(now - BUSY_S)
+        if sum(session.size for session in silent) < excess:
+            return False
+        for session in silent:
+            if excess <= 0:
+                break
+            excess -= session.size
+            self.end(session.key)
+        return True
+
+    def _silent(self, since: float) -> list[Session]:
+        return list(takewhile(lambda session: session.asked_at < since, self._sessions.values()))
 
 
 def _tell(session: Session, base: int, told: Sequence[int]) -> None:

@@ -47,6 +47,8 @@ class ModelInfo:
     """Of weights and KV: "float32" or "bfloat16"."""
     slots: int = 0
     """Sequences that may be under way at once, where the KV codec keeps something of each (see `Span.slot`); 0: any."""
+    hidden_size: int = 0
+    """Channels of a hidden state as the LM head reads it; 0: none can be reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ class Sampled:
     tokens: list[int]
     logprobs: list[Logprob] | None = None
     """Of these tokens, if the span asked for them."""
+    hidden: list[bytes] | None = None
+    """The hidden states that these tokens were chosen from, if the span asked for them and the model tells: what the LM
+    head read (so after the final norm), each [hidden_size] as float16, little-endian, finite."""
 
 
 class StepEngine(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from shared.engine.base import BadSpans, ModelInfo, Sampled
 from shared.engine.codecs.base import Codec, PerBlock
 from shared.engine.codecs.registry import codec_of
 from shared.engine.fingerprint import fingerprint, vocabulary_digest
-from shared.engine.model import Model, load
+from shared.engine.model import Model, Output, load
 from shared.engine.pool import BlockLayout, KVPool, Tails
 from shared.engine.runner import Keep, Runner, runner_for
 from shared.engine.span import Span
@@ -24,6 +25,7 @@ from shared.messages import Identity
 from shared.sampling.logprobs import logprobs
 from shared.sampling.sampler import BadLogits, Row, sample
 
+T = TypeVar("T")
 Progress = Callable[[str, float], None]
 MakeRunner = Callable[[Model, KVPool, int], Runner]
 """Of a model, a pool and how many tokens a sequence may guess."""
@@ -130,6 +132,7 @@ class Engine:
             vocabulary=vocabulary,
             dtype=str(model.dtype).removeprefix("torch."),
             slots=slots if isinstance(codec, PerBlock) else 0,
+            hidden_size=model.hidden_size,
         )
         return cls(model, info, codec, lookahead, runner)
 
@@ -153,17 +156,18 @@ class Engine:
 
     def sample(self, spans: Sequence[Span]) -> list[Sampled]:
         """Per span the `rows` tokens that follow its last `rows` positions. See `StepEngine.sample`."""
-        logits, keep = self._forward(spans)
+        (logits, hidden), keep = self._forward(spans)
         try:
             tokens = sample(logits, [row for span in spans for row in _rows(span)])
         except BadLogits as error:
             owners = [i for i, span in enumerate(spans) for _ in range(span.rows)]
             raise BadSpans(tuple(sorted({owners[row] for row in error.rows}))) from None
         scores = logprobs(logits, tokens, [span.logprobs for span in spans for _ in range(span.rows)])
+        states = _states(hidden, [span.hidden for span in spans for _ in range(span.rows)])
         self._done(spans, keep)
         ends = list(accumulate(span.rows for span in spans))
         parts = [slice(end - span.rows, end) for span, end in zip(spans, ends, strict=True)]
-        return [Sampled(tokens[part], [s for s in scores[part] if s is not None] or None) for part in parts]
+        return [Sampled(tokens[part], _told(scores[part]), _told(states[part])) for part in parts]
 
     def step(self, spans: Sequence[Span]) -> list[list[int]]:
         """See `StepEngine.step`."""
@@ -174,13 +178,14 @@ class Engine:
 
         Raises RequestError (or a kind of it) for spans that cannot be run, before anything is computed.
         """
-        logits, keep = self._forward(spans)
+        output, keep = self._forward(spans)
         self._done(spans, keep)
-        return logits.clone()
+        return output.logits.clone()
 
-    def _forward(self, spans: Sequence[Span]) -> tuple[Tensor, Keep]:
+    def _forward(self, spans: Sequence[Span]) -> tuple[Output, Keep]:
         if not spans:
-            return torch.empty(0, self.info.vocab_size, device=self._model.device), lambda: None
+            none = torch.empty(0, self.info.vocab_size, device=self._model.device)
+            return Output(none, none), lambda: None
         check(spans, self.info)
         if self._book:
             self._book.check(spans)
@@ -215,6 +220,20 @@ def _rows(span: Span) -> Iterator[Row]:
     for index in range(length - span.rows, length):
         guessed = span.token_ids[length - span.guesses : index + 1] if span.adjustments else ()
         yield Row(span.sampling, span.seed, span.start + index + 1, span.adjustments, guessed)
+
+
+def _states(hidden: Tensor, wanted: Sequence[bool]) -> list[bytes | None]:
+    """What is told of the `hidden` states [rows, hidden_size] of the rows that are `wanted`."""
+    if not any(wanted) or not hidden.shape[1]:
+        return [None] * len(wanted)
+    largest = torch.finfo(torch.float16).max
+    rows = hidden.float().clamp(-largest, largest).to(torch.float16).cpu().numpy().astype("<f2", copy=False)
+    return [row.tobytes() if asked else None for row, asked in zip(rows, wanted, strict=True)]
+
+
+def _told(values: Sequence[T | None]) -> list[T] | None:
+    """Of a span's rows; None if it did not ask."""
+    return [value for value in values if value is not None] or None
 
 
 def _blocks_within(memory_mb: int, block_bytes: int) -> int:

@@ -15,10 +15,9 @@ from typing import Any
 
 import structlog
 import torch
-from torch import Tensor
 
 from shared.engine.attention import attending
-from shared.engine.model import Model
+from shared.engine.model import Model, Output
 from shared.engine.pool import KVPool
 from shared.engine.runner import Keep
 from shared.engine.span import Span
@@ -45,11 +44,11 @@ class StaticStep:
         """What the next `forward` computes. Nothing waits for the device."""
         self.meta.load(spans)
 
-    def forward(self) -> Tensor:
-        """Logits [capacity.rows, vocab]; those of padded rows mean nothing. Nothing waits for the device."""
+    def forward(self) -> Output:
+        """Of `capacity.rows`; what padded ones hold means nothing. Nothing waits for the device."""
         self._sink = TritonPaged(self._pool, self.meta)
         with attending(self._sink):
-            return self._model.logits(self.meta.token_ids, self.meta.positions, self.meta.rows)
+            return self._model.forward(self.meta.token_ids, self.meta.positions, self.meta.rows)
 
     def keep(self) -> None:
         """The last `forward` has succeeded."""
@@ -91,10 +90,10 @@ def _capacity(tokens: int, queries: int, blocks: int) -> Capacity:
 class CapturedStep:
     """A static step as a CUDA graph. Capturing runs `spans` several times, to the same end."""
 
-    def __init__(self, step: StaticStep, spans: Sequence[Span], sealed: bool, logits: Tensor, memory: Any) -> None:
-        """`logits` [rows, vocab] and `memory` are shared by all graphs: only one runs at a time, and its results are
-        used before the next one."""
-        self._step, self._logits = step, logits
+    def __init__(self, step: StaticStep, spans: Sequence[Span], sealed: bool, output: Output, memory: Any) -> None:
+        """`output`, of the step's rows, and `memory` are shared by all graphs: only one runs at a time, and its
+        results are used before the next one."""
+        self._step, self._output = step, output
         step.load(spans)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -103,13 +102,17 @@ class CapturedStep:
             if sealed:  # early, but the tail has room for a whole step beyond what its repetition would need
                 step.keep()
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = _captured(lambda: self._logits.copy_(step.forward()), memory)
+        self._graph = _captured(self._forward, memory)
         self._keeping = _captured(step.keep, memory) if sealed else None
 
-    def run(self, spans: Sequence[Span]) -> Tensor:
+    def _forward(self) -> None:
+        for kept, made in zip(self._output, self._step.forward(), strict=True):
+            kept.copy_(made)
+
+    def run(self, spans: Sequence[Span]) -> Output:
         self._step.load(spans)
         self._graph.replay()
-        return self._logits
+        return self._output
 
     def keep(self) -> None:
         if self._keeping is not None:
@@ -135,16 +138,16 @@ class TritonRunner:
         longest = min(-(-model.context_length // pool.block_size), pool.blocks)
         self._shapes = Shapes.of(longest, lookahead) if graphs else None
         self._captured: dict[Capacity, CapturedStep] = {}
-        self._logits: Tensor | None = None
+        self._output: Output | None = None
         self._memory: Any = None
 
-    def run(self, spans: Sequence[Span]) -> tuple[Tensor, Keep]:
+    def run(self, spans: Sequence[Span]) -> tuple[Output, Keep]:
         captured = self._step_for(spans)
         if captured is None:
             step = StaticStep(self._model, self._pool, Capacity.of(spans, self._pool.block_size))
             step.load(spans)
             return step.forward(), step.keep
-        return captured.run(spans)[: sum(span.rows for span in spans)], captured.keep
+        return _first(captured.run(spans), sum(span.rows for span in spans)), captured.keep
 
     def warm_up(self) -> None:
         """Capture what there is time for; the rest is captured when it is first needed. Writes into block 0, so this is
@@ -171,8 +174,17 @@ class TritonRunner:
         return self._captured[capacity]
 
     def _graph_of(self, step: StaticStep, spans: Sequence[Span]) -> CapturedStep:
-        if self._logits is None or self._memory is None:
-            self._logits = torch.empty(SIZES[-1], self._model.vocab_size, device=self._model.device)
+        if self._output is None or self._memory is None:
+            self._output = _buffers(self._model, SIZES[-1])
             self._memory = torch.cuda.graph_pool_handle()
-        logits = self._logits[: step.meta.capacity.rows]
-        return CapturedStep(step, spans, self._pool.tails.ring > 0, logits, self._memory)
+        output = _first(self._output, step.meta.capacity.rows)
+        return CapturedStep(step, spans, self._pool.tails.ring > 0, output, self._memory)
+
+
+def _buffers(model: Model, rows: int) -> Output:
+    logits = torch.empty(rows, model.vocab_size, device=model.device)
+    return Output(logits, torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device))
+
+
+def _first(output: Output, rows: int) -> Output:
+    return Output(*(tensor[:rows] for tensor in output))

@@ -35,22 +35,30 @@ _TINY = 1e-30
 """Largest number of a row of zeros, which is divided by."""
 
 
-def available() -> None:
-    """Raises ConfigError if this CPU or this build of torch has no 8-bit kernel."""
-    if _ENGINE not in torch.backends.quantized.supported_engines:
-        raise ConfigError("int8 weights need torch's fbgemm kernels, for x86 CPUs", field="weights")
+def is_available() -> bool:
+    """Whether this CPU and this build of torch have an 8-bit kernel."""
+    return _ENGINE in torch.backends.quantized.supported_engines
 
 
 def quantise(runs: Sequence[Run]) -> None:
     """Let the layers of a model on the CPU multiply in 8 bits. Embeddings stay as they are. Raises ConfigError."""
-    available()
+    if not is_available():
+        raise ConfigError("int8 weights need torch's fbgemm kernels, for x86 CPUs", field="weights")
+
     for run in runs:
         take_over(run, int8_product(run.weight(), run.bias()))
 
 
 def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """`weight` [out, in] is quantised into a copy."""
-    packed = _pack(weight)
+    """`weight` [out, in] is quantised into a copy: per row, the largest number becomes 127."""
+    scale = weight.abs().amax(1).clamp_(min=_TINY).div_(_LEVELS)
+    levels = (weight / scale[:, None]).round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
+    return levels_product(levels, scale, bias)
+
+
+def levels_product(levels: Tensor, scale: Tensor, bias: Tensor | None = None) -> Product:
+    """For weights that are quantised already: `levels` [out, in] int8 times the `scale` [out] of their row."""
+    packed = _pack(levels, scale)
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 
     def product(x: Tensor) -> Tensor:
@@ -74,13 +82,11 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     return digits, factors[0]
 
 
-def _pack(weight: Tensor) -> Any:
-    """Per row, the largest number becomes 127."""
-    scale = weight.abs().amax(1).clamp_(min=_TINY).div_(_LEVELS).double()
+def _pack(levels: Tensor, scale: Tensor) -> Any:
     zero = torch.zeros(len(scale), dtype=torch.int64)
     with _fbgemm(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that quantised tensors will go some day; the kernel takes no others
-        quantised = torch.quantize_per_channel(weight.contiguous(), scale, zero, 0, torch.qint8)
+        quantised = torch._make_per_channel_quantized_tensor(levels.contiguous(), scale.double(), zero, 0)
         return torch.ops.quantized.linear_prepack(quantised, None)
 
 

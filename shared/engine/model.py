@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,15 @@ KINDS = ("native", "int8")
 """Of weights, as settings name them."""
 
 
+class Output(NamedTuple):
+    """Of a forward pass, a row for each that was asked for."""
+
+    logits: Tensor
+    """[rows, vocab] float32"""
+    hidden: Tensor
+    """What the LM head read, [rows, hidden_size] in the model's dtype."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A loaded model. `shapes` is what each of its layers stores per token."""
@@ -40,6 +49,8 @@ class Model:
     device: torch.device
     form: str
     """How its linear layers are computed: "stored", "columns" or "packed", whichever is fastest here, or "int8"."""
+    hidden_size: int
+    """Channels of what the LM head reads; 0 where that cannot be seen, because it is not called as a module."""
 
     @classmethod
     def of(
@@ -54,19 +65,28 @@ class Model:
         text = module.config.get_text_config()
         refuse_inexact(module.config, text)
         module = module.eval().requires_grad_(False)
-        weight = module.get_output_embeddings().weight
+        head = module.get_output_embeddings()
+        weight = head.weight
         context_length = int(text.max_position_embeddings)
         with watching(module) as watch:
             shapes = probe(module, text.num_hidden_layers, context_length, weight.dtype, weight.device)
         vocab_size, dtype, device = int(weight.shape[0]), weight.dtype, weight.device
+        hidden_size = int(weight.shape[1]) if any(layer is head for layer, _ in watch.calls) else 0
         form = _prepare(module, weights, watch.runs(), digest, device.type == "cpu" and dtype == torch.float32)
-        return cls(module, shapes, context_length, vocab_size, eos_ids, dtype, device, form)
+        return cls(module, shapes, context_length, vocab_size, eos_ids, dtype, device, form, hidden_size)
 
-    def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """One forward pass over a flat row of tokens: float32 logits [rows, vocab]. `attending` must be in force."""
-        out = self.module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+    def forward(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Output:
+        """One pass over a flat row of tokens, with output of `rows` of them. `attending` must be in force."""
+        read: list[Tensor] = []
+        hook = self.module.get_output_embeddings().register_forward_pre_hook(lambda _, given: read.extend(given[:1]))
+        try:
+            out = self.module(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+            )
+        finally:
+            hook.remove()
         logits: Tensor = out.logits[0]
-        return logits.float()
+        return Output(logits.float(), read[0][0] if self.hidden_size else logits.new_empty(len(rows), 0))
 
 
 def load(folder: Path, layers: int | None = None, weights: str = "native") -> Model:
@@ -94,7 +114,7 @@ def load(folder: Path, layers: int | None = None, weights: str = "native") -> Mo
             raise ModelError(f"{text.model_type} does not call attention through the attention interface") from error
         raise ModelError(f"{folder} cannot be loaded: {error}") from error
     digest = fingerprint(folder, dtype=str(dtype), layers=layers)
-    return Model.of(module.to(device), _eos_ids(folder), weights=weights, digest=digest)
+    return Model.of(module.to(device), eos_ids(folder), weights=weights, digest=digest)
 
 
 def _prepare(module: Any, weights: str, runs: Sequence[Run], digest: str, on_cpu: bool) -> str:
@@ -120,7 +140,7 @@ def _truncate(text: Any, layers: int | None) -> None:
         text.layer_types = text.layer_types[:layers]
 
 
-def _eos_ids(folder: Path) -> frozenset[int]:
+def eos_ids(folder: Path) -> frozenset[int]:
     """Ids that end a text, by the generation config, the model's config and the tokenizer together."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):

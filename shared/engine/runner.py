@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from shared.engine.attention import Paged, attending
 from shared.engine.batch import build
-from shared.engine.model import Model
+from shared.engine.model import Model, Output
 from shared.engine.pool import KVPool
 from shared.engine.span import Span
 
@@ -20,9 +18,8 @@ Keep = Callable[[], None]
 class Runner(Protocol):
     """Writes the KV of valid spans (at least one) into the pool."""
 
-    def run(self, spans: Sequence[Span]) -> tuple[Tensor, Keep]:
-        """Logits of the rows asked for, [sum of rows, vocab] float32, in the order of the spans. They may change with
-        the next call."""
+    def run(self, spans: Sequence[Span]) -> tuple[Output, Keep]:
+        """Of the rows asked for, in the order of the spans. It may change with the next call."""
         ...
 
     def warm_up(self) -> None:
@@ -36,11 +33,11 @@ class TorchRunner:
     def __init__(self, model: Model, pool: KVPool) -> None:
         self._model, self._pool = model, pool
 
-    def run(self, spans: Sequence[Span]) -> tuple[Tensor, Keep]:
+    def run(self, spans: Sequence[Span]) -> tuple[Output, Keep]:
         batch = build(spans, self._pool.block_size, self._model.device, self._pool.tails.ring)
         paged = Paged(self._pool, batch)
         with attending(paged):
-            return self._model.logits(batch.token_ids, batch.positions, batch.rows), paged.keep
+            return self._model.forward(batch.token_ids, batch.positions, batch.rows), paged.keep
 
     def warm_up(self) -> None:
         pass

@@ -16,7 +16,8 @@ class Span:
     below `start` must have been computed or loaded before. `rows` asks for that many next tokens: those after the
     last `rows` tokens of the span (0: none, the KV is all that is wanted). `seed`, `sampling` and `adjustments` choose
     them. The last `guesses` tokens are some that the adjustments were not told to take; a row sees those up to its own.
-    `logprobs`: report log-probabilities, also those of so many most likely tokens.
+    `logprobs`: report log-probabilities, also those of so many most likely tokens. `hidden`: report the hidden
+    states that the rows' tokens are chosen from.
 
     `slot` is the sequence's own, from its first span to its last, and below `ModelInfo.slots`: with a KV codec that
     seals whole blocks the engine keeps the keys of the unfull block there.
@@ -32,3 +33,4 @@ class Span:
     adjustments: Adjustments | None = None
     guesses: int = 0
     logprobs: int | None = None
+    hidden: bool = False

@@ -15,6 +15,10 @@ MAX_STOP_CHARS = 256
 MAX_DRAFT = 64
 MAX_BATCH = 1024
 """Sequences in one step of a decode worker, and so in one ask for drafts."""
+MAX_SESSION_TOKENS = 1 << 17
+"""Nobody drafts for a longer sequence: bounds what an asker can make a drafter hold, and what it is told at once."""
+MAX_HIDDEN = 32_768
+"""Channels of a hidden state that a message carries."""
 MAX_COUNTERS = 256
 MAX_HELD = 2048
 """Blocks that a beat lists, about."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shared.messages.base import MAX_COUNTERS, Message, RequestId, WorkerName
+from shared.messages.base import MAX_COUNTERS, MAX_HIDDEN, Message, RequestId, WorkerName
 
 
 class Identity(BaseModel):
@@ -42,6 +42,8 @@ class Beat(Message):
     """None for a drafter: it shares tokens, never blocks."""
     vocabulary: str = ""
     """Digest of the tokenizer's vocabulary; drafts are only asked of a drafter with the same one."""
+    hidden_size: Annotated[int, Field(ge=0, le=MAX_HIDDEN)] = 0
+    """Of a drafter: it reads hidden states of the target of so many channels; 0: none."""
     draining: bool = False
     load: Load = Load()
     counters: Annotated[dict[RequestId, int], Field(max_length=MAX_COUNTERS)] = {}

@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shared.messages.base import MAX_BATCH, MAX_DRAFT, MAX_SALT, Message, RequestId, RequestKey, Sessions, WorkerName
+from shared.messages.base import (
+    MAX_BATCH,
+    MAX_DRAFT,
+    MAX_HIDDEN,
+    MAX_SALT,
+    Message,
+    RequestId,
+    RequestKey,
+    Sessions,
+    WorkerName,
+)
 from shared.sampling.fields import Sampling, TokenIds
 
 
@@ -24,6 +34,9 @@ class DraftItem(BaseModel):
     """So many tokens at the beginning are the prompt, which counts for some penalties and not for others."""
     salt: Annotated[str, Field(max_length=MAX_SALT)] = ""
     """The request's `cache_salt`: what one session brings, others of its tenant profit from only with the same salt."""
+    hidden: Annotated[bytes, Field(max_length=2 * MAX_HIDDEN)] = b""
+    """The target's hidden state at the position before the last token, float16 little-endian: what its LM head read
+    when that token was chosen. Empty: not known, or not wanted."""
 
 
 class DraftAsk(Message):
@@ -53,4 +66,5 @@ class Drafts(Message):
     worker: WorkerName
     drafts: Annotated[list[Draft], Field(max_length=MAX_BATCH)]
     unknown: Sessions = []
-    """Sessions whose base the drafter does not have; send them from 0."""
+    """Sessions whose base the drafter does not have; send them from 0. One that was is not taken on: it is too long, or
+    has ids that the drafter does not know, or there is no room."""

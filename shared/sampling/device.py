@@ -36,14 +36,25 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
     numbers, filtered = _packed(rows)
     table = moved(torch.from_numpy(numbers), logits.device)
-    floats = table.view(torch.float64)
     tops = logits.amax(dim=-1)  # NaN if one is NaN
-    if filtered:
-        at = moved(torch.tensor(filtered), logits.device)
-        limits = Limits(floats[2, at], table[3, at], floats[4, at], floats[5, at])
-        ranks = any(rows[i].sampling.top_k or rows[i].sampling.top_p < 1 for i in filtered)
-        logits = logits.index_copy(0, at, keep(logits[at], limits, ranks=ranks))
-    return gumbel_argmax(logits, tops, floats[2], table[0], table[1])
+    logits = _filtered(logits, rows, table, filtered)
+    return gumbel_argmax(logits, tops, table.view(torch.float64)[2], table[0], table[1])
+
+
+def drawable(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """`logits` [len(rows), tokens] with -inf in place of those that a row's filters leave out."""
+    numbers, filtered = _packed(rows)
+    return _filtered(logits, rows, moved(torch.from_numpy(numbers), logits.device), filtered)
+
+
+def _filtered(logits: Tensor, rows: Sequence[Row], table: Tensor, filtered: Sequence[int]) -> Tensor:
+    if not filtered:
+        return logits
+    floats = table.view(torch.float64)
+    at = moved(torch.tensor(filtered), logits.device)
+    limits = Limits(floats[2, at], table[3, at], floats[4, at], floats[5, at])
+    ranks = any(rows[i].sampling.top_k or rows[i].sampling.top_p < 1 for i in filtered)
+    return logits.index_copy(0, at, keep(logits[at], limits, ranks=ranks))
 
 
 def keep(logits: Tensor, limits: Limits, *, ranks: bool) -> Tensor:

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +83,16 @@ def gumbel_rows(
         for seed, position in zip(seeds, positions, strict=True)
     ]
     return torch.stack(rows) if rows else torch.empty((0, vocab), dtype=torch.float64, device=device)
+
+
+def gumbel_each(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
+    """Noise of some tokens for each of several (seed, position): float64, the shape of `token_ids` (int64, on the CPU,
+    [len(seeds), tokens]). For a few hundred at a time, where numpy's operations cost half of torch's."""
+    asked: Any = token_ids.numpy()
+    key: Any = np.array([_key(seed) for seed in seeds])[:, :, None]
+    counter: Any = np.array([_counter(0, position) for position in positions])[:, :, None]
+    words: Any = philox4x32((asked >> 2, counter[:, 1], counter[:, 2], counter[:, 3]), (key[:, 0], key[:, 1]))
+    return _to_gumbel(torch.from_numpy(np.choose(asked & 3, words)))
 
 
 def gumbel_of(seed: int, position: int, token_id: int) -> float:

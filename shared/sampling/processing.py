@@ -33,7 +33,8 @@ def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     held_off = [(i, a.held_off(row.position)) for i, row, a in wanted]
     if any(ids for _, ids in held_off):
         at, ids = moved(torch.from_numpy(_places(held_off)), logits.device)
-        logits[at, ids] = logits.new_full((), -math.inf)
+        held = logits[at, ids]
+        logits[at, ids] = held.masked_fill(held < math.inf, -math.inf)  # an output that was unusable must stay so
     return logits
 
 

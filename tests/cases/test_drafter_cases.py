@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from services.drafter import service, sessions
 from services.drafter.service import DrafterWorker
-from services.drafter.sessions import MAX_TOKENS
+from services.drafter.sessions import ADMITTED, OVERHEAD
 from services.drafter.sources.model import ModelSource
 from services.drafter.sources.suffix import SuffixSource
 from shared.codec import decode, encode
-from shared.messages import DraftAsk, DraftItem, Drafts, Sampling
+from shared.messages import MAX_SESSION_TOKENS, DraftAsk, DraftItem, Drafts, Sampling
 from shared.subjects import Subjects
 from tests.fake_engine import FakeEngine, completion
 from tests.fleet_rig import MODEL, FleetRig
@@ -43,7 +44,7 @@ def by_session(answer: Drafts) -> dict[str, list[int]]:
 
 
 def model_of(worker: DrafterWorker) -> ModelSource:
-    assert worker._model is not None
+    assert isinstance(worker._model, ModelSource)
     return worker._model
 
 
@@ -121,8 +122,8 @@ async def test_a_session_with_no_tokens_is_unknown() -> None:
 async def test_a_session_cannot_grow_without_end() -> None:
     async with FleetRig() as rig:
         drafter = await rig.drafter(draft_source="suffix")
-        assert (await ask(rig, item(tokens=[1] * MAX_TOKENS))).unknown == []
-        assert (await ask(rig, item(tokens=[1], base=MAX_TOKENS))).unknown == ["s"]
+        assert (await ask(rig, item(tokens=[1] * MAX_SESSION_TOKENS))).unknown == []
+        assert (await ask(rig, item(tokens=[1], base=MAX_SESSION_TOKENS))).unknown == ["s"]
         assert len(drafter._sessions) == 0
 
 
@@ -143,22 +144,34 @@ async def test_a_fleet_whose_drafter_has_a_small_pool() -> None:
 # Failures
 
 
-async def test_a_draft_model_that_fails_is_counted_and_tried_again_afresh() -> None:
+async def test_a_session_that_the_draft_model_fails_at_is_given_up_and_costs_nobody_else_anything() -> None:
     async with FleetRig() as rig:
         engine = FakeEngine()
         drafter = await rig.drafter(engine=engine)
         await ask(rig, item("a"), item("b"))
         engine.poison = 999
         answer = await ask(rig, item("a", [999], base=10), item("b", [1], base=10))
-        assert (answer.drafts, answer.unknown) == ([], [])
-        assert drafter.counters["draft_errors"] == 1
-        assert model_of(drafter)._allocator.in_use == 0, "what the failed step left was kept"
-        engine.poison = None
+        assert by_session(answer) == {"b": completion([*prompt(10), 1], 4)}
+        assert answer.unknown == []
+        assert drafter.counters["draft_errors"] == 2, "once together, once alone"
         answer = await ask(rig, item("a", [2], base=11), item("b", [2], base=11))
-        assert by_session(answer) == {
-            "a": completion([*prompt(10), 999, 2], 4),
-            "b": completion([*prompt(10), 1, 2], 4),
-        }
+        assert by_session(answer) == {"b": completion([*prompt(10), 1, 2], 4)}
+        assert drafter.counters["draft_errors"] == 2
+        await ask(rig, ended=("b",))
+        await asyncio.sleep(0.02)
+        assert model_of(drafter)._allocator.in_use == 0, "what the failed step left was kept"
+
+
+async def test_guesses_beyond_the_targets_vocabulary_are_cut() -> None:
+    """Weights may be for more ids than the tokenizer has."""
+    async with FleetRig() as rig:
+        drafter = await rig.drafter()
+        tokens = [0, 1]
+        right = completion(tokens, 6)
+        drafter._vocab_size = right[3]
+        assert max(right[:3]) < right[3] > right[4]
+        assert by_session(await ask(rig, item("s", tokens, k=6))) == {"s": right[:3]}
+        assert drafter.counters["guesses_cut"] == 3
 
 
 async def test_an_answer_that_the_bus_refuses_is_counted() -> None:
@@ -175,14 +188,35 @@ async def test_an_answer_that_the_bus_refuses_is_counted() -> None:
 
 # Sessions that are over
 
+ROOM_FOR_8 = int(8 * (OVERHEAD + 6) / ADMITTED) + 1
+
 
 @pytest.mark.parametrize("source", ["model", "auto", "suffix"])
-async def test_sessions_beyond_the_limit_leave_nothing_behind(source: str) -> None:
+async def test_sessions_whose_asker_is_gone_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SWEEP_S", 0.01)
+    monkeypatch.setattr(sessions, "IDLE_S", 0.1)
     async with FleetRig() as rig:
-        drafter = await rig.drafter(draft_source=source, max_sessions=8)
+        drafter = await rig.drafter(draft_source=source)
+        await ask(rig, item("a"), item("b", prompt(10, 1)))
+        assert len(drafter._sessions) == 2
+        await asyncio.sleep(0.3)
+        assert len(drafter._sessions) == 0
+        if source != "model":
+            assert not suffix_of(drafter)._indexes
+        if source != "suffix":
+            assert model_of(drafter)._allocator.in_use == 0
+        assert (await ask(rig, item("a", [1], base=10))).unknown == ["a"]
+
+
+@pytest.mark.parametrize("source", ["model", "auto", "suffix"])
+async def test_sessions_beyond_the_limit_leave_nothing_behind(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "BUSY_S", 0.02)
+    async with FleetRig() as rig:
+        drafter = await rig.drafter(draft_source=source, session_tokens=ROOM_FOR_8)
         for n in range(5):
             answer = await ask(rig, *(item(f"{n}-{i}", prompt(6, i)) for i in range(40)))
-            assert answer.unknown == [f"{n}-{i}" for i in range(32)]
+            assert answer.unknown == [f"{n}-{i}" for i in range(8, 40)]
+            await asyncio.sleep(0.03)
         await asyncio.sleep(0.05)
         assert len(drafter._sessions) == 8
         if source != "model":
@@ -362,7 +396,7 @@ async def test_a_storm_of_asks_ends_and_failures_leaves_drafts_exact_and_nothing
     rng = random.Random(5)
     async with FleetRig() as rig:
         engine = FakeEngine(blocks=48)
-        drafter = await rig.drafter(engine=engine, draft_source=source, max_sessions=12)
+        drafter = await rig.drafter(engine=engine, draft_source=source, session_tokens=4000)
         drafted = 0
 
         async def asker(worker: str) -> None:
@@ -400,7 +434,7 @@ async def test_a_storm_of_asks_ends_and_failures_leaves_drafts_exact_and_nothing
                 await asyncio.sleep(0.01)
         assert model_of(drafter)._allocator.in_use == 0
         model_of(drafter)._allocator.check_integrity([])
-        assert len(drafter._sessions) <= 12
+        assert drafter._sessions.size <= 4000
 
 
 # Contradictions

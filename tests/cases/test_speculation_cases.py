@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from services.decode.service import DecodeWorker
 from shared.bus.base import Incoming
 from shared.codec import decode, encode
+from shared.engine.base import Sampled
+from shared.engine.span import Span
 from shared.messages import Beat, Draft, DraftAsk, Drafts
 from shared.subjects import Subjects
-from tests.fake_engine import FakeEngine, completion
+from tests.fake_engine import HIDDEN, FakeEngine, completion, hidden_state
 from tests.fleet_rig import MODEL, FleetRig
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -31,14 +33,18 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 class Puppet:
     """A drafter that knows the target's words, and does with them what a test wants."""
 
-    def __init__(self, rig: FleetRig, *, wrong: bool = False, twice: bool = False, late_s: float = 0.0) -> None:
+    def __init__(
+        self, rig: FleetRig, *, wrong: bool = False, twice: bool = False, late_s: float = 0.0, reads: int = 0
+    ) -> None:
         self._bus = rig.bus("puppet")
         self._subjects = Subjects(MODEL)
-        self._wrong, self._twice, self._late_s = wrong, twice, late_s
+        self._wrong, self._twice, self._late_s, self._reads = wrong, twice, late_s, reads
         self._tokens: dict[str, list[int]] = {}
         self.running = asyncio.Event()
         self.running.set()
         self.asks = 0
+        self.told: list[tuple[list[int], bytes]] = []
+        """Tokens, and the hidden state sent with them."""
 
     @contextlib.asynccontextmanager
     async def alive(self) -> AsyncIterator[Puppet]:
@@ -50,7 +56,7 @@ class Puppet:
 
     async def _beat(self) -> None:
         while True:
-            beat = Beat(role="drafter", worker="puppet", vocabulary="fake-vocabulary")
+            beat = Beat(role="drafter", worker="puppet", vocabulary="fake-vocabulary", hidden_size=self._reads)
             await self._bus.publish(self._subjects.beat("drafter", "puppet"), encode(beat))
             await asyncio.sleep(0.05)
 
@@ -61,6 +67,7 @@ class Puppet:
         drafts = []
         for item in decode(message.data, DraftAsk).items:
             tokens = self._tokens[item.session] = [*self._tokens.get(item.session, [])[: item.base], *item.token_ids]
+            self.told.append((tokens, item.hidden))
             guess = [(t + self._wrong) % 1000 for t in completion(tokens, item.k)]
             drafts.append(Draft(session=item.session, position=len(tokens), token_ids=guess, source="words"))
         for _ in range(2 if self._twice else 1):
@@ -176,3 +183,30 @@ async def test_the_end_of_the_context_of_either_model(context: int) -> None:
             assert list(answer.token_ids) == completion(prompt(length), 100 - length)
             assert answer.finish_reason == "length"
         assert drafter.counters["draft_errors"] == 0
+
+
+class Observed(FakeEngine):
+    """Knows whether anybody has asked for hidden states."""
+
+    asked = False
+
+    def sample(self, spans: Sequence[Span]) -> list[Sampled]:
+        self.asked |= any(span.hidden for span in spans)
+        return super().sample(spans)
+
+
+@pytest.mark.parametrize("reads", [0, HIDDEN, 2 * HIDDEN])
+async def test_a_drafter_is_sent_the_hidden_states_that_it_can_read(reads: int) -> None:
+    """Drafts are right and wrong by turns, and two sequences share the steps."""
+    async with FleetRig() as rig, Puppet(rig, reads=reads).alive() as puppet:
+        engine = Observed(blocks=256, step_s=STEP_S / 2, context=900, wrong_every=7)
+        worker = await rig.decode(engine=engine)
+        while not worker.peers.alive("drafter", time.monotonic()):
+            await asyncio.sleep(0.01)
+        async with asyncio.TaskGroup() as group:
+            for seed in (1, 2):
+                group.create_task(rig.client().generate(token_ids=prompt(30, seed), max_tokens=60))
+    assert len(puppet.told) > 10
+    for tokens, hidden in puppet.told:
+        assert hidden == (hidden_state(len(tokens) - 1, tokens[-1]) if reads == HIDDEN else b"")
+    assert engine.asked == (reads == HIDDEN)

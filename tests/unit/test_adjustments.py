@@ -167,6 +167,19 @@ def test_unusable_logits_stay_unusable(bad: float) -> None:
     assert caught.value.rows == (1,)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_also_where_an_end_is_withheld(bad: float) -> None:
+    """Log-probabilities are of the logits as they are: those of a row that is let through must be finite."""
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 7] = bad
+    row = Text([1], [], []).row(Sampling(temperature=0.0, min_tokens=3))
+    assert row.adjustments is not None
+    assert 7 in row.adjustments.held_off(row.position)
+    with pytest.raises(BadLogits) as caught:
+        sample(logits, [row, row])
+    assert caught.value.rows == (1,)
+
+
 def test_a_row_without_candidates_is_the_only_one_to_fail() -> None:
     nothing = Sampling(logit_bias=dict.fromkeys(range(VOCAB), -100.0))
     rows = [Text([1], [], []).row(sampling) for sampling in (Sampling(temperature=0.0), nothing)]

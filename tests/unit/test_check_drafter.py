@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shared.engine.engine import Engine
 from shared.engine.span import Span
 from shared.errors import ConfigError, InvalidField, ModelError
 from shared.tokenizer import Tokenizer as OurTokenizer
+from tests import draft_release
 from tests.ruined_model import write_ascii_tokenizer
 from tests.tiny_models import ARCHITECTURES, VOCAB, write
 from tests.unit.test_check import run
@@ -139,6 +141,35 @@ def test_a_target_too_short_for_the_tasks(tmp_path: Path) -> None:
         tried_on(model(tmp_path / "short", context=64), drafter_layers=1)
 
 
+@pytest.fixture(scope="module")
+def perfect(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, head = tmp_path_factory.mktemp("perfect"), tmp_path_factory.mktemp("head")
+    draft_release.write_perfect(target, head, vocab=VOCAB, context=768)
+    return target, head
+
+
+def test_a_draft_head_is_tried_with_the_targets_hidden_states(perfect: tuple[Path, Path]) -> None:
+    report = tried_on(*perfect)
+    assert (report.fits, report.notes, report.drafter) == (True, (), str(perfect[1]))
+    assert (report.target_context, report.drafter_context) == (768, None)
+    assert report.worth is not None
+    assert 0 < report.worth.costs.draft < 2
+    found = {task.task: task.model for task in report.worth.tasks}
+    assert list(found) == TASK_NAMES
+    for forecast in found.values():
+        assert forecast.by_place and set(forecast.by_place) == {1.0}
+        assert [at.k for at in forecast.depths if at.accepted > 0.8 * at.k][:3] == [1, 2, 4]
+    assert found["lists"].depths[-1].accepted > 6, "by then it has learnt that all it says comes true"
+
+
+def test_a_draft_head_of_another_target_does_not_fit(target: Path, perfect: tuple[Path, Path]) -> None:
+    report = tried_on(target, perfect[1])
+    assert not report.fits and report.worth is None
+    assert "is for tiny, whose fingerprint is" in report.refusals[0]
+    with pytest.raises(ConfigError, match="comes with Trine"):
+        tried_on(target, Path("shipped"))
+
+
 def test_what_makes_no_sense_is_one_clear_error(target: Path) -> None:
     with pytest.raises(InvalidField, match="name one") as caught:
         check(str(target), 2, {})
@@ -219,7 +250,7 @@ def test_the_suffix_source_reads_prompt_and_answer() -> None:
 
 
 def test_costs_are_ratios(engines: tuple[StepEngine, StepEngine], tried: list[Trial]) -> None:
-    costs, seconds = draft_trial.costs(*engines, tried)
+    costs, seconds = draft_trial.costs(engines[0], partial(draft_trial.model_step, engines[1]), tried)
     assert list(costs.verify) == [1, 2, 3, 5, 9]
     assert costs.verify[1] == 1.0
     assert 0 < costs.draft < 3

@@ -13,7 +13,7 @@ from shared.cache.naming import Lineage
 from shared.errors import ContextLengthExceeded
 from shared.lifecycle import Phase
 from shared.messages import Sampling
-from tests.fake_engine import FakeEngine, completion
+from tests.fake_engine import FakeEngine, completion, hidden_state
 
 LINEAGE = Lineage(b"r" * 32, "default")
 
@@ -32,6 +32,7 @@ class Rig:
             step_tokens=step_tokens,
         )
         self.answers: dict[str, list[int]] = {}
+        self.hidden = False
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, priority: int = 1) -> Sequence:
         sequence = Sequence(name, list(prompt), len(prompt), LINEAGE, max_tokens, Sampling(), 0, priority)
@@ -47,7 +48,7 @@ class Rig:
             for sequence in self.scheduler.live():
                 right = completion(sequence.tokens, draft)
                 sequence.drafts = tuple(t if rng.random() < 0.7 else (t + 1) % 1000 for t in right)
-        works = self.scheduler.plan()
+        works = self.scheduler.plan(hidden=self.hidden)
         if not works:
             return False
         outcomes = self.scheduler.complete(works, self.engine.sample([w.span for w in works]))
@@ -114,6 +115,37 @@ def test_drafts_change_speed_only(draft: int) -> None:
     assert rig.answers == wanted
     if draft:
         assert steps < 30
+
+
+def test_a_hidden_state_is_the_last_tokens_whatever_was_accepted_and_preempted() -> None:
+    rng = random.Random(1)
+    rig = Rig(blocks=12)
+    rig.hidden = True
+    wanted = {}
+    for number, prompt in enumerate(prompts(rng, 6, 16)):
+        rig.submit(f"s{number}", prompt, 12)
+        wanted[f"s{number}"] = completion(prompt, 12)
+    told = 0
+    while rig.step(3, rng):
+        for sequence in rig.scheduler.live():
+            known = hidden_state(len(sequence.tokens) - 1, sequence.tokens[-1]) if sequence.generated else b""
+            assert sequence.hidden == known
+            told += bool(known)
+    assert rig.answers == wanted
+    assert rig.scheduler.preemptions and told > 30
+
+
+def test_no_hidden_state_of_another_attempt_nor_where_nobody_reads_it() -> None:
+    rig = Rig()
+    resumed = rig.submit("s", [1, 2, 3], 9)
+    resumed.tokens += completion([1, 2, 3], 2)
+    assert resumed.hidden == b""
+    rig.hidden = True
+    rig.step()
+    assert resumed.hidden == hidden_state(5, resumed.tokens[-1])
+    rig.hidden = False
+    rig.step()
+    assert resumed.generated == 4 and resumed.hidden == b""
 
 
 def test_max_tokens_is_exact_for_every_number_of_drafts() -> None:

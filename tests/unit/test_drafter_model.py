@@ -392,19 +392,95 @@ class TestFailures:
         assert set(source._chains) == {b}
         check(source)
 
-    def test_any_other_error_may_have_ruined_all_of_the_step(self) -> None:
-        source, _ = watched()
-        a, b = session(prompt(10), "a/1"), session(prompt(10, 1), "a/2")
-        draft(source, wish(a), wish(b))
-        a.tokens += [1]
-        b.tokens += [1]
-        source.want(wish(a), 2)
-        source.want(wish(b), 2)
+    def failing(self, source: ModelSource) -> list[int]:
+        """Step to the end; returns how many sessions each step was of that failed."""
+        failed: list[int] = []
+        for _ in range(200):
+            if (plan := source.plan()) is None:
+                return failed
+            try:
+                source.commit(plan, *source.run(plan))
+            except RuntimeError as error:
+                failed.append(len(plan.sessions))
+                source.fail(plan, error)
+            check(source)
+        raise AssertionError("it never ends")
+
+    def test_one_that_the_model_cannot_run_costs_its_neighbours_neither_drafts_nor_kv(self) -> None:
+        source, engine = watched(blocks=200)
+        engine.poison = 999
+        sessions = [session(prompt(30, n), f"a/{n}") for n in range(5)]
+        for found, one in zip(draft(source, *(wish(s) for s in sessions)), sessions, strict=True):
+            one.tokens += found
+        sessions[2].tokens[-1] = 999
+        before = engine.tokens_computed
+        for one in sessions:
+            source.want(wish(one), 4)
+        assert self.failing(source) == [5, 1]
+        for one in sessions:
+            assert source.ready(wish(one)) == ([] if one is sessions[2] else completion(one.tokens, 4))
+        assert engine.tokens_computed - before < 4 * 14, "prompts were read again"
+
+    def test_it_is_not_drafted_for_again_and_ruins_no_step_any_more(self) -> None:
+        source, engine = watched()
+        engine.poison = 999
+        bad, good = session([*prompt(9), 999], "a/1"), session(prompt(10, 1), "a/2")
+        for one in (bad, good):
+            source.want(wish(one), 2)
+        assert self.failing(source) == [2, 1]
+        for turn in range(3):
+            bad.tokens.append(turn)
+            good.tokens.append(turn)
+            assert (source.room(wish(bad)), source.behind(wish(bad))) == (0, 0.0)
+            source.want(wish(bad), 2)
+            source.want(wish(good), 2)
+            assert not source.waits(wish(bad))
+            assert self.failing(source) == []
+            assert source.ready(wish(good)) == completion(good.tokens, 4)
+            assert set(source._chains) == {good}
+
+    def test_a_wish_that_came_while_its_step_failed_is_not_begun(self) -> None:
+        source, engine = watched()
+        engine.poison = 999
+        bad = session([*prompt(9), 999])
+        source.want(wish(bad), 2)
+        plan = source.plan()
+        assert plan is not None
+        source.want(wish(bad), 2)
+        source.fail(plan, RuntimeError())
+        assert not source.waits(wish(bad))
+        assert source.plan() is None
+
+    def test_a_step_that_fails_once_bars_nobody(self) -> None:
+        source, engine = watched()
+        both = [session(prompt(10, n), f"a/{n}") for n in range(2)]
+        for one in both:
+            source.want(wish(one), 2)
         plan = source.plan()
         assert plan is not None
         source.fail(plan, RuntimeError())
-        assert not source._chains
-        assert draft(source, wish(a), wish(b)) == [completion(s.tokens, 4) for s in (a, b)]
+        for alone in (1, 1, 2):
+            step(source)
+            assert len(engine.positions) == alone
+        assert [source.ready(wish(s))[:2] for s in both] == [completion(s.tokens, 2) for s in both]
+
+    def test_what_is_known_of_the_bad_ends_with_their_sessions(self) -> None:
+        source, _ = watched()
+        sessions = [session(prompt(10, n), f"a/{n}") for n in range(3)]
+        for one in sessions:
+            source.want(wish(one), 2)
+        plan = source.plan()
+        assert plan is not None
+        source.fail(plan, BadSpans((0,)))
+        source.want(wish(sessions[1]), 2)
+        plan = source.plan()
+        assert plan is not None
+        source.fail(plan, RuntimeError())
+        for one in sessions:
+            source.end(one)
+        assert step(source) is None
+        assert not source._barred
+        assert not source._suspects
 
     def test_a_session_that_ends_while_its_step_runs_is_gone_with_the_next(self) -> None:
         source, _ = watched()

@@ -1,4 +1,4 @@
-"""Sessions, records of what came true, and which source is worth waiting for."""
+"""Records of what came true, and which source is worth waiting for."""
 
 from __future__ import annotations
 
@@ -22,75 +22,6 @@ from services.drafter.scheduler import (
     choose,
     worth_working,
 )
-from services.drafter.sessions import Session, SessionTable
-from shared.messages import DraftItem, Sampling
-
-
-def item(session: str, base: int, tokens: list[int], salt: str = "", prompt_len: int = 0) -> DraftItem:
-    return DraftItem(
-        session=session, base=base, token_ids=tokens, k=4, sampling=Sampling(), prompt_len=prompt_len, salt=salt
-    )
-
-
-class TestSessions:
-    def tell(self, table: SessionTable, base: int, tokens: list[int], name: str = "s", worker: str = "d") -> Session:
-        session = table.update(worker, item(name, base, tokens))
-        assert session is not None
-        return session
-
-    def test_updates_extend_and_roll_back(self) -> None:
-        table = SessionTable(4)
-        session = self.tell(table, 0, [1, 2, 3])
-        self.tell(table, 3, [4, 5])
-        assert session.tokens == [1, 2, 3, 4, 5]
-        self.tell(table, 2, [9])
-        assert session.tokens == [1, 2, 9]
-
-    def test_a_list_handed_out_only_grows(self) -> None:
-        table = SessionTable(4)
-        session = self.tell(table, 0, [1, 2, 3])
-        first = session.tokens
-        self.tell(table, 0, [1, 2, 3])  # told again, as after a lost answer
-        self.tell(table, 1, [2, 3, 4])
-        assert session.tokens is first == [1, 2, 3, 4]
-        self.tell(table, 0, [1, 2])
-        assert session.tokens == [1, 2]
-        self.tell(table, 1, [9])
-        assert session.tokens == [1, 9]
-        assert first == [1, 2, 3, 4]
-
-    def test_a_base_beyond_what_is_known_is_unknown(self) -> None:
-        table = SessionTable(4)
-        assert table.update("d", item("s", 3, [4])) is None
-        self.tell(table, 0, [1])
-        assert table.update("d", item("s", 2, [4])) is None
-
-    def test_the_least_recently_asked_about_goes_first(self) -> None:
-        table = SessionTable(2)
-        for name in "abc":
-            self.tell(table, 0, [1], name)
-            self.tell(table, 0, [1], "a")
-        assert [s.key[1] for s in table.overflow()] == ["b"]
-
-    def test_workers_do_not_share_sessions(self) -> None:
-        table = SessionTable(4)
-        self.tell(table, 0, [1, 2], worker="d1")
-        assert table.update("d2", item("s", 2, [3])) is None
-
-    def test_a_session_never_changes_its_salt(self) -> None:
-        table = SessionTable(4)
-        assert table.update("d", item("a/s", 0, [1], salt="x")) is not None
-        assert table.update("d", item("a/s", 1, [2], salt="y")) is None
-
-    def test_the_scope_is_tenant_and_salt(self) -> None:
-        assert Session(("w", "acme/r/1"), salt="x").scope == ("acme", "x")
-
-    def test_the_prompt_is_what_is_told_first_unless_its_length_is(self) -> None:
-        table = SessionTable(4)
-        assert self.tell(table, 0, [1, 2, 3]).prompt_len == 3
-        told = table.update("d", item("t", 0, [1, 2, 3], prompt_len=2))
-        assert told is not None
-        assert told.prompt_len == 2
 
 
 class TestRecord:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from services.decode.drafters import MAX_PAUSE, UNREAD, Ask
+from services.decode.drafters import MAX_PAUSE, UNREAD, Ask, readers
 from services.decode.sequence import Sequence
-from services.decode.speculation import MAX_TOLD, DraftBook
-from shared.messages import Draft
+from services.decode.speculation import MAX_STATES, MAX_TOLD, DraftBook
+from shared.codec import encode
+from shared.messages import MAX_BATCH, MAX_HIDDEN, MAX_SESSION_TOKENS, Beat, Draft, DraftAsk
 from tests.draft_world import MS, decoding
 
 LONG = list(range(UNREAD + 50))
@@ -60,7 +63,10 @@ class TestWhatIsTold:
         ask(book, seq)
         (other,) = ask(book, seq, drafters=("e",))
         assert (other.drafter, other.items[0].base) == ("e", 0)
-        book.answered(other, [], ["s"], MS)
+        book.answered(other, [], [], MS)
+        (forgotten,) = ask(book, seq, drafters=("e",))
+        assert forgotten.items[0].base == 3
+        book.answered(forgotten, [], ["s"], MS)
         (again,) = ask(book, seq, drafters=("e",))
         assert again.items[0].base == 0
 
@@ -210,6 +216,175 @@ class TestWhoIsWaitedFor:
         assert asks
         k = asks[0].items[0].k
         assert 0 < wait <= 10 * MS * k, "k drafts save k steps at most"
+
+
+class TestWhatADrafterCannotHold:
+    """It is full, or the sequence is too long for it: then it is not told all of it over and over."""
+
+    def generate(self, book: DraftBook, seq: Sequence, steps: int, known: Callable[[Ask], bool]) -> tuple[int, int]:
+        """Asks and tokens told."""
+        asks = told = 0
+        for _ in range(steps):
+            for asked in (*ask(book, seq), *book.probes([seq])):
+                asks += 1
+                told += asked.told
+                if known(asked):
+                    answer(book, asked, [5])
+                else:
+                    book.answered(asked, [], [seq.id], MS)
+            book.settle([seq])
+            seq.tokens.append(5)
+            book.stepped(1, 1, 40 * MS)
+        return asks, told
+
+    @pytest.mark.parametrize("adapts", [True, False])
+    @pytest.mark.parametrize("length", [100, 5000])
+    def test_one_that_is_not_taken_on(self, adapts: bool, length: int) -> None:
+        book = adaptive() if adapts else fixed()
+        seq = decoding([1] * length, 100_000)
+        asks, told = self.generate(book, seq, 1000, lambda _: False)
+        assert 1 < asks <= 5, "not never again: there may be room by now"
+        assert told < asks * (length + 1000)
+
+    @pytest.mark.parametrize("adapts", [True, False])
+    def test_one_that_is_forgotten_again_and_again(self, adapts: bool) -> None:
+        """It is taken on each time, and never drafted for."""
+        book = adaptive() if adapts else fixed()
+        seq = decoding([1] * 100, 100_000)
+        fresh = 0
+        for _ in range(1000):
+            for asked in (*ask(book, seq), *book.probes([seq])):
+                fresh += asked.items[0].base == 0
+                book.answered(asked, [], [] if asked.items[0].base == 0 else [seq.id], MS)
+            book.settle([seq])
+            seq.tokens.append(5)
+            book.stepped(1, 1, 40 * MS)
+        assert 2 <= fresh <= 7
+
+    def test_is_told_all_again_at_once_if_it_was_forgotten_for_once(self) -> None:
+        book, seq = adaptive(), decoding([1] * 100, 100_000)
+        bases = []
+        for turn in range(60):
+            for asked in (*ask(book, seq), *book.probes([seq])):
+                bases.append(asked.items[0].base)
+                if turn in (20, 40):
+                    book.answered(asked, [], [seq.id], MS)
+                else:
+                    answer(book, asked, [5])
+            book.settle([seq])
+            seq.tokens.append(5)
+        assert bases.count(0) == 3
+        assert len(bases) > 50
+
+    def test_is_asked_for_by_another_drafter_at_once(self) -> None:
+        book, seq = fixed(), decoding([1] * 100, 1000)
+        self.generate(book, seq, 3, lambda _: False)
+        assert ask(book, seq) == []
+        assert ask(book, seq, drafters=("e",))
+
+    @pytest.mark.parametrize("adapts", [True, False])
+    def test_one_too_long_for_any_is_not_told_at_all(self, adapts: bool) -> None:
+        book = adaptive() if adapts else fixed()
+        long = decoding([1] * (MAX_SESSION_TOKENS - 1), 1000)
+        asked = [*ask(book, long), *book.probes([long])]
+        assert asked[0].told == MAX_SESSION_TOKENS - 1
+        answer(book, asked[0], [5])
+        long.tokens += [5, 5]
+        assert [*ask(book, long), *book.probes([long])] == []
+        assert book.settle([long]) == []
+
+    def test_what_the_bus_does_not_take_is_the_largest_ones_fault_and_no_doubt_of_the_drafter(self) -> None:
+        book = fixed()
+        small, large = decoding([1] * 10, 1000, "small"), decoding([1] * 5000, 1000, "large")
+        (first,) = ask(book, small)
+        answer(book, first, [9])
+        small.tokens += [9, 1]
+        (asked,) = ask(book, small, large)
+        assert len(asked.items) == 2
+        book.unsent(asked)
+        (again,) = ask(book, small, large)
+        assert [(i.session, i.base) for i in again.items] == [("small", 10)]
+        assert not book._drafters["d"].doubted
+        answer(book, again, [7])
+        assert book.settle([small, large]) == [(small, "d:x")]
+
+
+class TestDisturbedSteps:
+    """Steps beside which a drafter computes tell nothing of what a step costs."""
+
+    def seen(self, book: DraftBook) -> int:
+        line = book._costs.line(1)
+        return line.seen if line else 0
+
+    def test_nothing_is_learned_while_a_missed_answer_is_being_made(self) -> None:
+        book, seq = adaptive(), decoding([1, 2, 3], 1000)
+        (asked,) = ask(book, seq)
+        book.missed(asked)
+        before = self.seen(book)
+        for _ in range(5):
+            assert book.probes([seq]) == []
+            book.settle([seq])
+            book.stepped(1, 1, 400 * MS)
+            assert ask(book, seq) == []
+        assert self.seen(book) == before
+        answer(book, asked, [5])
+        book.probes([])
+        book.stepped(1, 1, 40 * MS)
+        assert self.seen(book) == before + 1
+
+    def test_nor_while_one_to_a_probe_is(self) -> None:
+        book, seq = adaptive(), decoding(LONG, 1000)
+        ask(book, seq)
+        (probe,) = book.probes([seq])
+        before = self.seen(book)
+        for _ in range(5):
+            book.stepped(1, 1, 400 * MS)
+            ask(book, seq)
+            book.probes([seq])
+        assert self.seen(book) == before
+        book.lost(probe)
+        ask(book, seq)
+        book.probes([])
+        book.stepped(1, 1, 40 * MS)
+        assert self.seen(book) == before + 1
+
+
+class TestHiddenStates:
+    def told(self, book: DraftBook, sequence: Sequence, *readers: str) -> bytes:
+        ((asked,), _) = book.plan([sequence], ["d"], readers)
+        answer(book, asked, [7])
+        return asked.items[0].hidden
+
+    def test_to_who_reads_them_as_long_as_they_are_the_last_tokens(self) -> None:
+        book, seq = fixed(), decoding([1, 2, 3])
+        assert self.told(book, seq, "d") == b"", "there is none of a prompt"
+        seq.extend((4, 5), b"five")
+        assert self.told(book, seq) == b""
+        assert self.told(book, seq, "e") == b""
+        assert self.told(book, seq, "d") == b"five"
+        seq.tokens.append(6)
+        assert self.told(book, seq, "d") == b""
+
+    def test_also_beside_a_step(self) -> None:
+        book, seq = adaptive(), decoding(LONG, 1000)
+        seq.extend((4,), b"four")
+        assert book.plan([seq], ["d"], ["d"])[0] == []
+        assert book.probes([seq])[0].items[0].hidden == b"four"
+
+    def test_no_more_than_a_message_holds(self) -> None:
+        many = [decoding([1], name=f"s{n}") for n in range(MAX_BATCH)]
+        for seq in many:
+            seq.extend((4,), bytes(2 * MAX_HIDDEN))
+        (asked,), _ = fixed().plan(many, ["d"], ["d"])
+        assert sum(bool(i.hidden) for i in asked.items) == MAX_STATES // (2 * MAX_HIDDEN)
+        assert len(asked.items) == MAX_BATCH
+        message = DraftAsk(worker="w", wait_ms=1.0, items=asked.items)
+        assert len(encode(message)) < 1 << 20 < DraftAsk.max_bytes
+
+    def test_drafters_read_those_of_one_size(self) -> None:
+        beats = [Beat(role="drafter", worker=f"d{size}", hidden_size=size) for size in (0, 4, 8)]
+        assert readers(beats, 4) == {"d4"}
+        assert readers(beats, 0) == set(), "the engine reports none"
 
 
 class TestNamesAndLongPrompts:

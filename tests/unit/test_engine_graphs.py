@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine import graphs
 from shared.engine.attention import Paged, attending
-from shared.engine.base import BadSpans
+from shared.engine.base import BadSpans, Sampled
 from shared.engine.batch import build
 from shared.engine.codecs.registry import CODECS
 from shared.engine.engine import Engine, MakeRunner
 from shared.engine.graphs import Shapes, StaticStep, TritonRunner
-from shared.engine.model import Model, load
+from shared.engine.model import Model, Output, load
 from shared.engine.pool import KVPool, Tails
 from shared.engine.runner import runner_for
 from shared.engine.span import Span
@@ -71,9 +71,14 @@ def plainly(model: Model, pool: KVPool, spans: Sequence[Span]) -> Tensor:
     batch = build(spans, B, model.device, pool.tails.ring)
     paged = Paged(pool, batch)
     with attending(paged):
-        logits = model.logits(batch.token_ids, batch.positions, batch.rows)
+        logits = model.forward(batch.token_ids, batch.positions, batch.rows).logits
     paged.keep()
     return logits
+
+
+def states(sampled: Sequence[Sampled]) -> Tensor:
+    """The hidden states reported, [rows, hidden_size]."""
+    return torch.stack([torch.frombuffer(bytearray(h), dtype=torch.float16) for s in sampled for h in s.hidden or ()])
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -100,8 +105,9 @@ def test_padding_changes_nothing(model: Model, codec: str, spans: list[Span]) ->
     before = [bytes(pool.block(b)) for b in range(pool.blocks)]
     step.load(spans)
     count = sum(span.rows for span in spans)
-    logits = step.forward()
+    logits, hidden = step.forward()
     assert logits.shape == (capacity.rows, tiny_models.VOCAB) and logits.isfinite().all()
+    assert hidden.shape == (capacity.rows, model.hidden_size) and hidden.isfinite().all()
     assert close(logits[:count], plainly(model, twin, spans))
     step.keep()
     written = {span.table[p // B] for span in spans for p in range(span.start, span.start + len(span.token_ids))}
@@ -109,7 +115,7 @@ def test_padding_changes_nothing(model: Model, codec: str, spans: list[Span]) ->
     assert changed <= written  # padding writes nowhere
     after = [replace(s, token_ids=(70,), start=s.start + len(s.token_ids), rows=1) for s in spans]
     step.load(after)
-    assert close(step.forward()[: len(after)], plainly(model, twin, after))
+    assert close(step.forward().logits[: len(after)], plainly(model, twin, after))
 
 
 def test_which_steps_are_captured() -> None:
@@ -164,10 +170,11 @@ def test_an_engine_over_captured_steps_answers_alike(model: Model, made: list[Ca
         [replace(s, start=end + n, token_ids=(80 + n,)) for s, end in zip(DECODE, ends, strict=True)] for n in range(3)
     ]
     for spans in (PROMPTS, VERIFY, *later):  # the last ones replay what the first of them captured
-        assert captured.step(spans) == plain.step(spans)
-    ours = [captured.forward(spans) for spans in (later[2][:1], later[2][2:])]
-    theirs = [plain.forward(spans) for spans in (later[2][:1], later[2][2:])]
-    assert close(torch.cat(ours), torch.cat(theirs))  # each is the caller's own
+        ours, theirs = (engine.sample([replace(s, hidden=True) for s in spans]) for engine in (captured, plain))
+        assert [s.tokens for s in ours] == [s.tokens for s in theirs]
+        torch.testing.assert_close(states(ours), states(theirs), rtol=0, atol=2e-3)
+    first, second = ([engine.forward(s) for s in (later[2][:1], later[2][2:])] for engine in (captured, plain))
+    assert close(torch.cat(first), torch.cat(second))  # each is the caller's own
     assert len(made) == len(set(made)) and {c.queries for c in made} == {1, 4}
 
 
@@ -197,7 +204,11 @@ def test_a_model_that_cannot_be_captured_runs_as_it_comes(
 
 
 def test_warming_up_captures_short_contexts_first(model: Model, made: list[Capacity], monkeypatch) -> None:
-    monkeypatch.setattr(StaticStep, "forward", lambda step: torch.zeros(step.meta.capacity.rows, tiny_models.VOCAB))
+    def blank(step: StaticStep) -> Output:
+        rows = step.meta.capacity.rows
+        return Output(torch.zeros(rows, tiny_models.VOCAB), torch.zeros(rows, model.hidden_size))
+
+    monkeypatch.setattr(StaticStep, "forward", blank)
     engine = engine_of(model, runner=TritonRunner)
     engine.warm_up()
     assert made == Shapes.of(40, 3).all() and made[0] == Capacity(1, 1, 1, 16, 1)
@@ -228,7 +239,7 @@ def test_nothing_in_a_step_waits_for_the_device(model: Model) -> None:
     rows = [Row(Sampling(temperature=0.8, top_k=i * 5, top_p=0.9, min_p=0.01 * i), i, i) for i in range(6)]
     with NoWaiting():
         step.load(VERIFY)
-        tokens = choose(step.forward(), rows)
+        tokens = choose(step.forward().logits, rows)
     assert len(tokens) == 6
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaiting():
         tokens[0].item()

@@ -32,6 +32,11 @@ class Reference:
     def logits(self, tokens: list[int]) -> torch.Tensor:
         return self._model(torch.tensor([tokens]), use_cache=False).logits[0]
 
+    @torch.inference_mode()
+    def hidden(self, tokens: list[int]) -> torch.Tensor:
+        """After the final norm, as the LM head reads it."""
+        return self._model.base_model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+
 
 @pytest.fixture(scope="module", params=list(tiny_models.ARCHITECTURES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -112,6 +117,24 @@ def test_a_mixed_batch(engine: Engine, reference: Reference) -> None:
         spans.append(Span(tuple(tokens[start:]), start, blocks, rows))
         expected.append(reference.logits(tokens)[end - rows :])
     same(engine.forward(spans), torch.cat(expected))
+
+
+def test_hidden_states_of_the_rows_that_ask(engine: Engine, reference: Reference) -> None:
+    """A whole prompt, a verification that does not ask, a verification, a chunk without rows."""
+    cases = [(0, 13, 2, True), (30, 34, 4, False), (40, 46, 6, True), (0, 8, 0, True)]
+    texts = [prompt(end, seed) for seed, (_, end, _, _) in enumerate(cases)]
+    spans = []
+    for i, (tokens, (start, end, rows, asks)) in enumerate(zip(texts, cases, strict=True)):
+        if start:
+            engine.forward([Span(tuple(tokens[:start]), 0, table(10 * i, end))])
+        spans.append(Span(tuple(tokens[start:]), start, table(10 * i, end), rows, hidden=asks))
+    told = [sampled.hidden for sampled in engine.sample(spans)]
+    assert told[1] is None and told[3] is None
+    for i in (0, 2):
+        expected = reference.hidden(texts[i])[-cases[i][2] :]
+        assert expected.shape[1] == engine.info.hidden_size
+        got = torch.stack([torch.frombuffer(bytearray(state), dtype=torch.float16) for state in told[i] or ()])
+        torch.testing.assert_close(got.float(), expected, rtol=2e-3, atol=2e-3)
 
 
 def test_drafts_that_were_wrong_leave_no_trace(engine: Engine, reference: Reference) -> None:

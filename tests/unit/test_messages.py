@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shared.codec import Format, decode, decode_event, encode
 from shared.errors import BadMessage, InvalidField, RequestError, TooLarge, UnsupportedVersion, from_code
 from shared.messages import (
+    MAX_HIDDEN,
     MESSAGE_TYPES,
     Again,
     Beat,
@@ -69,6 +70,7 @@ EXAMPLES: list[Message] = [
                 k=4,
                 sampling=Sampling(seed=3, logit_bias={0: 1.5, 49151: -100}, min_tokens=4, presence_penalty=-1),
                 prompt_len=1,
+                hidden=b"\x00<",
             )
         ],
     ),
@@ -282,6 +284,21 @@ def test_an_unknown_version_is_refused_by_name(format: Format) -> None:
     data = json.dumps(newer).encode() if format is Format.JSON else msgpack.packb(newer)
     with pytest.raises(RequestError):
         decode(data, Generate)
+
+
+def test_a_hidden_state_has_a_largest_size() -> None:
+    beat = Beat(role="drafter", worker="x", hidden_size=MAX_HIDDEN)
+    item = DraftItem(session="a", base=0, token_ids=[1], k=1, sampling=Sampling(), hidden=bytes(2 * MAX_HIDDEN))
+    ask = DraftAsk(worker="d", wait_ms=1.0, items=[item])
+    assert decode(encode(beat), Beat) == beat and decode(encode(ask), DraftAsk) == ask
+    larger = item.model_copy(update={"hidden": bytes(2 * MAX_HIDDEN + 1)})
+    for field, message in {
+        "hidden_size": beat.model_copy(update={"hidden_size": MAX_HIDDEN + 1}),
+        "items.0.hidden": ask.model_copy(update={"items": [larger]}),
+    }.items():
+        with pytest.raises(InvalidField) as caught:
+            decode(encode(message), type(message))
+        assert caught.value.field == field
 
 
 @given(st.binary(max_size=300))

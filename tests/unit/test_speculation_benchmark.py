@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.bars import judged
-from benchmarks.speculation import PARTS, bars_of, table
+from benchmarks.speculation import PARTS, table
 from benchmarks.speculation_coupling import Place, compare, curve, plot
 from benchmarks.speculation_coupling import row as coupling_row
 from benchmarks.speculation_fleet import Answer, How, Pair, useless
@@ -17,9 +17,7 @@ from benchmarks.speculation_runs import batch_rate, drafting, rate, row, window_
 from benchmarks.speculation_sets import Chat, chat_set, edit_set, quote_set
 from benchmarks.speculation_texts import Parting, parted, repeated
 from shared.config import DEFAULT_MODEL
-from shared.engine.engine import Engine
-from shared.engine.fingerprint import vocabulary_digest
-from shared.engine.span import Span
+from shared.engine.draft_head import DraftHead
 from shared.engine.weights import resolve
 from shared.tokenizer import Tokenizer
 from training.drafter.prompts import material
@@ -134,14 +132,14 @@ def test_repetition_is_the_share_of_runs_seen_before() -> None:
 # The useless drafter
 
 
-def test_the_useless_drafter_is_a_model_that_knows_the_vocabulary_and_nothing_else(tmp_path: Path) -> None:
+def test_the_useless_drafter_fits_the_target_and_knows_nothing(tmp_path: Path) -> None:
     target = resolve(DEFAULT_MODEL)
     useless(target, tmp_path)
-    assert vocabulary_digest(tmp_path) == vocabulary_digest(target)
-    engine = Engine.load(tmp_path, kv_blocks=2, threads=1)
-    logits = engine.forward([Span((5, 6, 7), 0, (0,), 1)])
-    assert engine.info.layers == 2
-    assert logits.softmax(-1).max() < 0.01
+    head = DraftHead.load(tmp_path, target, threads=1)
+    features = torch.randn(40, head.info.hidden_size, generator=torch.Generator().manual_seed(1))
+    likely = head.forward(features, [(5 + i, 7 * i) for i in range(40)])[1].softmax(-1).max(-1)
+    assert likely.indices.unique().numel() > 20
+    assert 0.1 < float(likely.values.median()) < 0.9
 
 
 # Shared noise
@@ -186,7 +184,7 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_bar_can_be_missed(part: str) -> None:
-    bars = bars_of(PARTS[part], "a draft model")
+    bars = PARTS[part].bars
     met = {name: bar for name, (_, bar) in bars.items()}
     assert all(verdict["passed"] for verdict in judged(met, bars).values())
     for name, (sign, bar) in bars.items():
@@ -194,20 +192,16 @@ def test_every_bar_can_be_missed(part: str) -> None:
         assert [n for n, verdict in missed.items() if not verdict["passed"]] == [name]
 
 
-def test_the_bar_of_open_chat_is_for_a_trained_drafter() -> None:
-    assert "chat_speed" not in bars_of(PARTS["speed"], "")
-    assert bars_of(PARTS["speed"], "a draft model")["chat_speed"] == (">=", 1.10)
-
-
-def test_the_table_says_which_bars_are_missed_and_which_are_not_judged() -> None:
+def test_the_table_says_which_bars_are_missed() -> None:
     result = {
         "cores": 2,
         "load_average_before": 1.0,
-        "drafter": {"source": "auto", "model": "first layers"},
+        "drafter": {"source": "auto", "model": "the one that comes with Trine"},
         "rows": {"quote": {"speed": 1.2}},
-        "bars": judged({"quote_speed": 1.2}, {"quote_speed": (">=", 1.4)}),
-        "bars_for_a_trained_drafter": judged({"chat_speed": 1.0}, {"chat_speed": (">=", 1.1)}),
+        "bars": judged(
+            {"quote_speed": 1.2, "chat_speed": 1.2}, {"quote_speed": (">=", 1.4), "chat_speed": (">=", 1.1)}
+        ),
     }
-    missed, other = table(json.loads(json.dumps(result))).splitlines()[-2:]
+    missed, met = table(json.loads(json.dumps(result))).splitlines()[-2:]
     assert "quote_speed" in missed and missed.endswith("MISSED")
-    assert "chat_speed" in other and "trained" in other
+    assert "chat_speed" in met and "MISSED" not in met

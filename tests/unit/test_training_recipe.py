@@ -14,19 +14,21 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from shared.engine.draft_head import DraftHead as Served
 from shared.errors import ConfigError, ModelError
+from shared.sampling.fields import Sampling
+from shared.sampling.params import Row
 from tests import tiny_models
-from training.drafter import acceptance, checkpoint, export, files, prompts, shards
-from training.drafter.corpus import agreement, batch
+from training.drafter import checkpoint, export, features, files, prompts, shards
+from training.drafter.chains import drafted
+from training.drafter.corpus import Corpus
 from training.drafter.files import agree
-from training.drafter.loss import distillation
-from training.drafter.model import Drafter
-from training.drafter.packing import Packed, plan
+from training.drafter.model import DraftHead
 from training.drafter.recipe import Recipe
 from training.drafter.settings import DataSettings, Folders, TrainSettings
 from training.drafter.shards import Conversation
 from training.drafter.target import Target
-from training.drafter.train import Trainer, schedule
+from training.drafter.train import Trainer
 from training.drafter.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow
@@ -58,7 +60,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def recipe(target: Target, out: Path, **changes: Any) -> Recipe:
     data = DataSettings(target.fingerprint, shard=8, top_k=8, shortest=6, longest=12, context=600, slots=3)
     training = TrainSettings(
-        target.fingerprint, shards=2, layers=(0, 2), vocabulary=100, epochs=2, batch_tokens=900, learning_rate=3e-3
+        target.fingerprint, shards=2, width=24, vocabulary=100, epochs=3, batch=60, learning_rate=3e-3, least=0.01
     )
     folders = Folders(out, changes.pop("data", out / "data"))
     return Recipe(target, folders, data, replace(training, **changes), 2, lambda line: None, checkpoint_s=0.0)
@@ -84,7 +86,7 @@ def test_recorded_distributions_are_the_targets(target: Target, done: Recipe) ->
         with torch.no_grad():
             logp = model(torch.from_numpy(talk.tokens).long()[None]).logits[0].log_softmax(-1)[talk.scored]
         torch.testing.assert_close(torch.from_numpy(talk.top_logp).float(), logp.topk(8).values, atol=2e-3, rtol=1e-3)
-        answers = list(acceptance.turns(talk.scored, talk.scored))
+        answers = np.split(talk.scored, np.flatnonzero(np.diff(talk.scored) != 1) + 1)
         assert [len(a) <= most for a, most in zip(answers, prompt.max_tokens, strict=True)]
         taken = talk.tokens[talk.scored + 1]
         if prompt.temperature == 0:
@@ -102,37 +104,33 @@ def test_conversations_are_in_the_chat_format(target: Target, done: Recipe) -> N
             assert f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n" in text
 
 
-def test_a_packed_row_gives_what_each_sequence_gives_alone(target: Target) -> None:
-    vocabulary = Vocabulary(np.arange(0, 260, 2, dtype=np.int32), 260)
-    drafter = Drafter.beginning(target, (0, 1), vocabulary)
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(3, 260, n).astype(np.int32) for n in (5, 1, 17, 9)]
-    with torch.no_grad():
-        together = drafter(Packed.of(sequences, CPU), torch.arange(32))
-        alone = [drafter(Packed.of([s], CPU), torch.arange(len(s))) for s in sequences]
-    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
-
-
-def test_with_all_layers_and_tokens_it_is_the_target(target: Target) -> None:
-    drafter = Drafter.beginning(target, (0, 1, 2), Vocabulary(np.arange(260, dtype=np.int32), 260))
+def test_hidden_states_are_what_the_lm_head_reads(target: Target, done: Recipe) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(target.folder)
-    tokens = np.random.default_rng(1).integers(3, 260, 40)
-    with torch.no_grad():
-        ours = drafter(Packed.of([tokens], CPU), torch.arange(40))
-        theirs = model(torch.from_numpy(tokens)[None]).logits[0]
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    talks = shards.read(done.folders.shard("train", 1)).conversations()
+    states = features.mapped(done.folders.hidden("train", 1), sum(len(talk.scored) for talk in talks), 32)
+    at = 0
+    for talk in talks:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(talk.tokens).long()[None]).logits[0][talk.scored]
+            ours = model.lm_head(torch.from_numpy(states[at : at + len(talk.scored)].astype(np.float32)))
+        torch.testing.assert_close(ours, logits, atol=2e-3, rtol=2e-3)
+        at += len(talk.scored)
 
 
-def test_layers_that_the_target_does_not_have_are_refused(target: Target) -> None:
-    with pytest.raises(ConfigError, match="no layer 3, only 0 to 2") as refused:
-        target.layers((0, 3))
-    assert refused.value.field == "layers"
+def test_hidden_states_of_another_shard_are_refused(done: Recipe, tmp_path: Path) -> None:
+    path = done.folders.hidden("train", 1)
+    with pytest.raises(ConfigError, match="not F16"):
+        features.mapped(path, 7, 32)
+    (tmp_path / "cut").write_bytes(path.read_bytes()[:-1])
+    rows = len(shards.read(done.folders.shard("train", 1)).scored)
+    for damaged in (tmp_path / "cut", tmp_path / "none", done.folders.prompts("train")):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            features.mapped(damaged, rows, 32)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama3-rope"])
-def test_targets_of_other_kinds_are_refused(architecture: str, tmp_path: Path) -> None:
-    tiny_models.write(tmp_path, tiny_models.ARCHITECTURES[architecture])
-    with pytest.raises(ModelError):
+def test_a_target_without_the_sizes_is_refused(tmp_path: Path) -> None:
+    tiny_models.write(tmp_path, tiny_models.ARCHITECTURES["gpt2"])
+    with pytest.raises(ModelError, match="no usable hidden_size"):
         Target.of(tmp_path, "other")
 
 
@@ -153,7 +151,7 @@ def killed_after(count: int) -> Callable[..., None]:
 
 def everything_in(done: Recipe) -> dict[str, bytes]:
     names = [done.folders.checkpoint, *done.folders.data.iterdir(), done.folders.release / "model.safetensors"]
-    return {path.name: path.read_bytes() for path in names if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in names if not path.name.endswith(".lock")}
 
 
 def test_killed_again_and_again_it_makes_the_same_bytes(
@@ -183,76 +181,164 @@ def test_finished_stages_are_not_done_again(done: Recipe) -> None:
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_steps_follow_the_plan_and_the_schedule(done: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    talks = talks_of(done)
-    drafter = Drafter.beginning(done.target, (0, 2), Vocabulary(np.arange(90, dtype=np.int32), 260))
-    trainer = Trainer(drafter, talks, talks, done.training, tmp_path / "checkpoint")
-    seen: list[list[int]] = []
-    rates: list[float] = []
-    step = trainer._optimiser.step
-
-    def built(some: list[Conversation], vocabulary: Vocabulary, device: torch.device) -> Any:
-        seen.append([next(i for i, talk in enumerate(talks) if talk is one) for one in some])
-        return batch(some, vocabulary, device)
-
-    def stepped() -> None:
-        rates.append(trainer._optimiser.param_groups[0]["lr"])
-        step()
-
-    monkeypatch.setattr("training.drafter.train.batch", built)
-    monkeypatch.setattr(trainer._optimiser, "step", stepped)
-    trainer.run(lambda line: None)
-    assert seen == plan([len(t.tokens) for t in talks], 900, 2, 0)
-    assert rates == [3e-3 * schedule(i, len(seen), done.training.warm_up) for i in range(len(seen))]
+def corpus_of(done: Recipe, vocabulary: Vocabulary, split: str = "train") -> Corpus:
+    parts = [shards.read(done.folders.shard(split, i)) for i in range(2)]
+    hidden = [features.mapped(done.folders.hidden(split, i), len(part.scored), 32) for i, part in enumerate(parts)]
+    return Corpus.of([talk for part in parts for talk in part.conversations()], hidden, vocabulary, 2, CPU)
 
 
-def test_training_learns(done: Recipe) -> None:
-    history = checkpoint.progress_of(done.folders.checkpoint).history
-    assert history[-1]["step"] == len(plan([len(t.tokens) for t in talks_of(done)], 900, 2, 0))
-    talks = talks_of(done)
+def begun(done: Recipe, path: Path, **changes: Any) -> Trainer:
+    settings = replace(done.training, **changes)
     vocabulary = checkpoint.vocabulary_of(done.folders.checkpoint, 260)
-    losses = []
-    drafter = Drafter.beginning(done.target, (0, 2), vocabulary)
-    for _ in range(2):
-        with torch.no_grad():
-            packed, rows, thoughts = batch(talks, vocabulary, CPU)
-            losses.append(float(distillation(drafter(packed, rows), thoughts, 0.3)))
-        checkpoint.load_model(done.folders.checkpoint, drafter)
-    assert losses[1] < losses[0]
+    corpus = corpus_of(done, vocabulary)
+    head = DraftHead.beginning(done.target, vocabulary, np.ones(32, np.float32), settings)
+    return Trainer(head, corpus, corpus, settings, path)
+
+
+def test_every_epoch_begins_chains_everywhere_once(done: Recipe, tmp_path: Path) -> None:
+    trainer = begun(done, tmp_path / "checkpoint")
+    starts = trainer._corpus.starts.tolist()
+    taken = [trainer._rows(step).tolist() for step in range(trainer.steps)]
+    each = trainer.steps // 3
+    epochs = [taken[i * each : (i + 1) * each] for i in range(3)]
+    assert all(len(rows) == 60 for epoch in epochs for rows in epoch[:-1])
+    assert all(sorted(row for rows in epoch for row in rows) == starts for epoch in epochs) and epochs[0] != epochs[1]
+    assert begun(done, tmp_path / "checkpoint")._rows(each).tolist() == taken[each]
+
+
+def test_a_later_draft_reads_the_guess_and_the_written_token(done: Recipe, tmp_path: Path) -> None:
+    """The loss of chains of three, spelled out position by position."""
+    trainer = begun(done, tmp_path / "checkpoint", least=0.0, unroll=(1.0, 0.5, 0.25), regression=0.0, hard=1.0)
+    head, corpus = trainer._head, trainer._corpus
+    rows = corpus.starts[10:40]
+    total = 0.0
+    for row in rows.tolist():
+        state = corpus.states(np.array([row - 1]))
+        for depth, weight in enumerate((1.0, 0.5, 0.25)):
+            if depth > corpus.left[row]:
+                break
+            state = head(state, corpus.read(np.array([row + depth])))
+            best = int(corpus.ids[row + depth, 0])
+            if best >= 0:
+                total -= weight * float(head.logits(state).log_softmax(1)[0, best].detach())
+    assert float(trainer._loss(rows).detach()) == pytest.approx(total / len(rows), rel=1e-4)
+    assert (corpus.left[rows] < 2).any()
+
+
+def test_chains_that_a_drafter_would_not_follow_end(done: Recipe, tmp_path: Path) -> None:
+    once = begun(done, tmp_path / "checkpoint", unroll=(1.0,))
+    thrice, never = (begun(done, tmp_path / "checkpoint", least=least) for least in (0.0, 1.1))
+    rows = once._corpus.starts[:50]
+    losses = [float(trainer._loss(rows).detach()) for trainer in (once, never, thrice)]
+    assert losses[0] == losses[1] < losses[2]
+
+
+def test_a_frozen_head_stays_the_targets_and_is_taken_up_again(done: Recipe, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    begun(done, path, frozen_head=True, epochs=1).run(lambda line: None)
+    again = begun(done, path, frozen_head=True)
+    rows = done.target.head()[torch.from_numpy(again._head.vocabulary.target_ids).long()]
+    assert torch.equal(again._head.head, rows) and again.progress.step == again.steps // 3
+    before = again._head.state.detach().clone()
+    again._step()
+    assert torch.equal(again._head.head, rows) and not torch.equal(again._head.state, before)
+
+
+def test_training_learns(done: Recipe, tmp_path: Path) -> None:
+    before = begun(done, tmp_path / "checkpoint", least=0.0)
+    after = begun(done, done.folders.checkpoint, least=0.0)
+    rows = before._corpus.starts
+    assert float(after._loss(rows).detach()) < 0.8 * float(before._loss(rows).detach())
+    assert after.progress.step == after.steps == after.progress.history[-1]["step"]
+    assert 0 <= after.progress.history[-1]["agreement_1"] <= 1
 
 
 def test_other_settings_are_refused_by_name(target: Target, done: Recipe) -> None:
-    with pytest.raises(ConfigError, match=r"made with epochs = 2, not 3") as refused:
-        recipe(target, done.folders.out, epochs=3).run()
+    with pytest.raises(ConfigError, match=r"made with epochs = 3, not 4") as refused:
+        recipe(target, done.folders.out, epochs=4).run()
     assert refused.value.field == "epochs"
     agree(done.folders.out / "settings.json", done.training)
 
 
-def test_a_release_is_the_trained_drafter_up_to_rounding(done: Recipe) -> None:
-    trained = Drafter.beginning(done.target, (0, 2), checkpoint.vocabulary_of(done.folders.checkpoint, 260))
-    checkpoint.load_model(done.folders.checkpoint, trained)
-    released = export.read(done.folders.release, done.target)
-    assert (released.vocabulary.target_ids == trained.vocabulary.target_ids).all()
-    for (name, ours), theirs in zip(trained.named_parameters(), released.parameters(), strict=True):
-        step = ours.abs().amax(-1, keepdim=True) / 127 if ours.dim() > 1 else 0.0
-        assert ((ours - theirs).abs() <= step * 0.5001 + 1e-9).all(), name
-    assert not any("embed" in name for name in released.state_dict())
+def trained(done: Recipe) -> DraftHead:
+    vocabulary = checkpoint.vocabulary_of(done.folders.checkpoint, 260)
+    head = DraftHead(done.target, vocabulary, 2, 24)
+    checkpoint.load_model(done.folders.checkpoint, head)
+    return head
+
+
+def test_a_release_is_the_trained_head_up_to_rounding(done: Recipe) -> None:
+    ours, theirs = trained(done), export.read(done.folders.release, done.target)
+    assert (theirs.vocabulary.target_ids == ours.vocabulary.target_ids).all()
+    released = theirs.tensors()
+    for name, weight in ours.tensors().items():
+        step = weight.abs().amax(-1, keepdim=True) / 127 if weight.dim() > 1 else 0.0
+        assert ((weight - released[name]).abs() <= step * 0.5001 + 1e-9).all(), name
+
+
+def test_chains_go_on_while_they_are_true_and_written(done: Recipe) -> None:
+    head = trained(done)
+    corpus = corpus_of(done, head.vocabulary)
+    chains = drafted(head, corpus, 4)
+    stray = 0
+    for row, tried, true in zip(chains.rows.tolist(), chains.tried.tolist(), chains.true.tolist(), strict=True):
+        state, right, count = corpus.states(np.array([row - 1])), 0, 0
+        for at in range(row, min(row + 4, row + int(corpus.left[row]) + 1)):
+            with torch.no_grad():
+                state = head(state, corpus.read(np.array([at])))
+                draft = int(head.logits(state).argmax())
+            count += 1
+            if draft != corpus.ids[at, 0]:
+                break
+            right += 1
+            if draft != corpus.written[at]:
+                stray += 1
+                break
+        assert (tried, true) == (count, right)
+    assert stray and set(chains.true.tolist()) >= {0, 1, 2}
+
+
+def test_the_engines_head_drafts_what_the_recipe_judged(done: Recipe) -> None:
+    """The one that serves, on the files of a release, against the one that was trained."""
+    reference, served = (
+        export.read(done.folders.release, done.target),
+        Served.load(done.folders.release, done.target.folder, threads=torch.get_num_threads()),
+    )
+    corpus = corpus_of(done, reference.vocabulary, "heldout")
+    rows = corpus.starts[:40]
+    state = corpus.states(rows - 1)
+    served_state = served.start([part.half().numpy().tobytes() for part in state])
+    windows = corpus.windows[rows].astype(np.int64)
+    for _ in range(3):
+        with torch.no_grad():
+            state = reference(state, torch.from_numpy(windows))
+            sure, drafts = reference.logits(state).softmax(1).max(1)
+        greedy = [Row(Sampling(temperature=0.0), 0, 9)] * len(rows)
+        tokens, confidence, served_state = served.step(served_state, windows.tolist(), greedy)
+        assert tokens == reference.vocabulary.target_ids[drafts.numpy()].tolist()
+        torch.testing.assert_close(torch.tensor(confidence), sure, atol=1e-3, rtol=1e-2)
+        windows = np.concatenate([np.array(tokens)[:, None], windows[:, :1]], 1)
 
 
 def test_a_release_is_refused_by_another_target(done: Recipe) -> None:
-    with pytest.raises(ModelError, match="the drafter is for tiny"):
+    with pytest.raises(ModelError, match="the draft head is for tiny"):
         export.read(done.folders.release, replace(done.target, fingerprint="other"))
 
 
 def test_the_report_and_the_card_say_what_was_found(done: Recipe) -> None:
     report = json.loads(done.folders.report.read_bytes())
     everything = report["acceptance"]["all"]
-    assert set(everything["greedy"]["tokens_per_step"]) == {str(k) for k in range(1, 9)}
+    assert set(everything["tokens_per_step"]) == {str(k) for k in range(1, 9)}
     assert report["bytes"] == export.size(done.folders.release) and report["relative_cost"] > 0
-    drafter = export.read(done.folders.release, done.target)
+    head = export.read(done.folders.release, done.target)
+    corpus = corpus_of(done, head.vocabulary, "heldout")
     asked = prompts.read(done.folders.prompts("heldout"), 16)
-    agreed = agreement(drafter, talks_of(done, "heldout"), 500, CPU)
-    greedy = np.concatenate([a for a, p in zip(agreed, asked, strict=True) if p.temperature == 0])
-    assert everything["greedy"]["agreement"] == pytest.approx(float(greedy.mean()))
+    talks = talks_of(done, "heldout")
+    of_row = np.repeat(np.arange(16), [len(talk.scored) for talk in talks])
+    chains = drafted(head, corpus, 8)
+    cold = chains.of(np.array([p.temperature == 0 for p in asked])[of_row[chains.rows]])
+    assert everything["positions"] == len(cold.rows)
+    assert everything["agreement"]["1"] == pytest.approx(float((cold.true >= 1).mean()))
+    assert sum(entry["drafts"] for entry in report["calibration"]["first"]) == len(cold.rows)
     card = (done.folders.release / "MODEL_CARD.md").read_text()
-    assert f"{everything['greedy']['agreement']:.1%}" in card and "license: apache-2.0" in card
+    assert f"{everything['agreement']['1']:.1%}" in card and "license: apache-2.0" in card

@@ -13,6 +13,7 @@ from services.drafter.config import DrafterSettings
 from shared.engine.fingerprint import vocabulary_digest
 from shared.errors import ConfigError, ModelError
 from shared.vocabulary import Comparison, Difference, Vocabulary
+from tests.fake_engine import VOCAB, FakeEngine
 
 WORDS = {"<s>": 0, "a": 1, "b": 2, "c": 3}
 START = {"id": 0, "content": "<s>", "special": True}
@@ -97,5 +98,25 @@ def test_a_drafter_says_why_it_does_not_start(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (drafter / name).touch()
     settings = DrafterSettings(model="target", drafter_model=str(drafter))
-    with pytest.raises(ConfigError, match=r"cannot draft for target: .* 2 is 'b' in the target's and 'c'"):
+    with pytest.raises(ConfigError, match=r"cannot draft for target: .* 2 is 'b' in the target's and 'c'") as caught:
         build_model_source(settings, target, vocabulary_digest(target))
+    assert caught.value.field == "drafter_model"
+
+
+@pytest.mark.parametrize(("words", "fits"), [(VOCAB - 1, True), (VOCAB, False)])
+def test_nor_with_weights_for_fewer_ids_than_the_target_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, fits: bool
+) -> None:
+    """Both tokenizers are the same; one of them has more words than the draft model's weights are for."""
+    vocab = {"<s>": 0, **{f"w{i}": i for i in range(1, words + 1)}}
+    target, drafter = folder(tmp_path / "target", vocab), folder(tmp_path / "other", vocab)
+    for name in ("config.json", "model.safetensors"):
+        (drafter / name).touch()
+    monkeypatch.setattr("services.drafter.__main__.load_draft_engine", lambda *_: FakeEngine())
+    settings = DrafterSettings(model="target", drafter_model=str(drafter))
+    if fits:
+        assert build_model_source(settings, target, vocabulary_digest(target)).name == "model"
+        return
+    with pytest.raises(ConfigError, match="its weights are for 1,000 ids, the target has 1,001") as caught:
+        build_model_source(settings, target, vocabulary_digest(target))
+    assert caught.value.field == "drafter_model"

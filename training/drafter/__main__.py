@@ -1,4 +1,4 @@
-"""Trains a drafter for a target, from prompts to a model card, in one command.
+"""Trains a draft head for a target, from prompts to a model card, in one command.
 
 `python -m training.drafter --out DIR`. Killed at any time and started again with the same arguments, it goes on where
 it was. See docs/training-a-drafter.md.
@@ -40,12 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         training = TrainSettings(
             model=target.fingerprint,
             shards=-(-args.conversations // data.shard),
-            layers=args.layers,
+            window=args.window,
+            width=args.width,
             vocabulary=args.vocabulary,
             epochs=args.epochs,
-            batch_tokens=args.batch_tokens,
+            batch=args.batch,
             learning_rate=args.learning_rate,
             hard=args.hard,
+            unroll=args.unroll,
+            least=args.least,
+            regression=args.regression,
+            frozen_head=args.frozen_head,
             seed=args.seed,
         )
         folders = Folders(args.out, args.data or args.out / "data")
@@ -58,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m training.drafter", description="Train a small drafter.")
+    parser = argparse.ArgumentParser(prog="python -m training.drafter", description="Train a draft head.")
     usual = TrainSettings("", 1)
     parser.add_argument("--out", type=Path, required=True, help="folder of this run")
     parser.add_argument("--data", type=Path, help="folder of prompts and answers, which runs can share (OUT/data)")
@@ -73,17 +78,26 @@ def _arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (OMP_NUM_THREADS, or all cores)")
-    parser.add_argument("--layers", type=_numbers, default=usual.layers, help="of the target to begin with (0,1,28,29)")
+    parser.add_argument("--window", type=int, default=usual.window, help="tokens that it reads (%(default)s)")
+    parser.add_argument("--width", type=int, default=usual.width, help="of its hidden layer (%(default)s)")
     parser.add_argument("--vocabulary", type=int, default=usual.vocabulary, help="tokens to propose (%(default)s)")
     parser.add_argument("--epochs", type=int, default=usual.epochs, help="(%(default)s)")
-    parser.add_argument("--batch-tokens", type=int, default=usual.batch_tokens, help="of a step (%(default)s)")
+    parser.add_argument("--batch", type=int, default=usual.batch, help="positions of a step (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=usual.learning_rate, help="at its peak (%(default)s)")
     parser.add_argument("--hard", type=float, default=usual.hard, help="weight of the cross-entropy (%(default)s)")
+    parser.add_argument(
+        "--unroll", type=_numbers, default=usual.unroll, help="weight of the loss of each drafted token (1,1,1)"
+    )
+    parser.add_argument("--least", type=float, default=usual.least, help="chance to go on drafting at (%(default)s)")
+    parser.add_argument(
+        "--regression", type=float, default=usual.regression, help="weight of the hidden states (%(default)s)"
+    )
+    parser.add_argument("--frozen-head", action="store_true", help="leave the rows of the target's LM head as they are")
     return parser
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 def _say(line: str) -> None:

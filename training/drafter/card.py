@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-_DEPTHS = (1, 2, 4, 8)
+_DEPTHS, _STEPS = (1, 2, 3), (1, 2, 4, 8)
 
 
 def card(report: Mapping[str, Any]) -> str:
     """Markdown, from what `evaluate` found."""
     target, settings, data = report["target"], report["settings"], report["data"]
-    layers = ", ".join(map(str, settings["layers"]))
     return f"""---
 license: apache-2.0
 base_model: {target["name"]}
 library_name: trine
 ---
 
-# A drafter for {target["name"]}
+# A draft head for {target["name"]}
 
 Proposes tokens for speculative decoding with {target["name"]} (fingerprint `{target["fingerprint"][:16]}`) and with no
 other model. It never changes what that model says, only how fast.
 
-- **Form**: {len(settings["layers"])} Llama layers, started from layers {layers} of the target, the target's own token
-  embeddings (not in this file), and an LM head over {report["proposable"]:,} of its {report["vocab_size"]:,} tokens.
+- **Form**: a recurrent head that reads the target's hidden state after its final norm and the last
+  {settings["window"]} tokens (embeddings of the target, not in this file) through one hidden layer of
+  {settings["width"]:,}, and proposes {report["proposable"]:,} of {report["vocab_size"]:,} tokens.
   {report["bytes"] / 1e6:.1f} MB, int8 with a scale per row.
 - **Data**: {data["conversations"]:,} conversations, {data["answer_tokens"]:,} tokens of answers, that the target itself
   wrote (temperatures 0, 0.3, 0.7 and 1) to prompts made of templates and topics. No other text was used.
-- **Recipe**: `python -m training.drafter`; {settings["epochs"]} epochs of {settings["batch_tokens"]:,} tokens a step,
-  AdamW, peak learning rate {settings["learning_rate"]:g}; {1 - settings["hard"]:.0%} KL divergence from the target's
-  {data["top_k"]} most likely tokens and the tail, {settings["hard"]:.0%} cross-entropy on the first.
+- **Recipe**: `python -m training.drafter`; {settings["epochs"]} epochs of {settings["batch"]:,} positions a step, up to
+  {len(settings["unroll"])} tokens drafted from each, AdamW, peak learning rate {settings["learning_rate"]:g};
+  {1 - settings["hard"]:.0%} KL divergence from the target's {data["top_k"]} most likely tokens and the tail,
+  {settings["hard"]:.0%} cross-entropy on the first, {settings["regression"]:g} times the distance of hidden states.
 - **Cost**: a draft token takes {report["relative_cost"]:.1%} of a step of the target (one sequence,
   {report["measured_on"]}).
 
 ## Acceptance
 
-On {report["heldout"]["conversations"]} conversations about topics that the training data does not touch. Greedy answers
-are told by the share of drafts that equal the target's token and by the tokens that a step of the target gives when it
-verifies 1, 2, 4 or 8 drafts; sampled ones (temperature 0.7) by how often both find the same token most likely.
+On {report["heldout"]["conversations"]} conversations about topics that the training data does not touch. "Draft n" is
+the share of n-th drafts that equal the target's token, given that those before did, in greedy answers; k is how many
+drafts a step of the target verifies. In sampled answers (temperature 0.7): how often both find the same token most
+likely. "Proposable" is the share of the target's most likely tokens that the head knows.
 
-{_table(report["acceptance"])}
+{_acceptance(report["acceptance"])}
+
+How often drafts came true that the head was so sure of, in greedy answers:
+
+{_calibration(report["calibration"])}
 
 ## Limits
 
 - Text unlike the prompts it was trained for (other languages, long documents, long code) is drafted worse.
-- Tokens outside its vocabulary are never proposed; "proposable" is the share of the target's most likely tokens that
-  are inside.
+- Tokens outside its vocabulary are never proposed.
 - It was trained on conversations of up to {data["context"]} tokens.
 
 ## Licence
@@ -55,12 +60,31 @@ Apache License 2.0, as its target: its weights derive from the target's, and so 
 """
 
 
-def _table(acceptance: Mapping[str, Any]) -> str:
-    head = ["kind", "agreement", *(f"tokens/step, k = {k}" for k in _DEPTHS), "proposable", "agreement, sampled"]
-    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+def _acceptance(acceptance: Mapping[str, Any]) -> str:
+    drafts, steps = [f"draft {n}" for n in _DEPTHS], [f"tokens/step, k = {k}" for k in _STEPS]
+    rows = []
     for kind, found in acceptance.items():
-        greedy, sampled = found["greedy"], found["agreement_when_sampled"]
-        steps = [f"{greedy['tokens_per_step'][k]:.2f}" for k in _DEPTHS]
-        rest = [f"{found['coverage']:.1%}", "" if sampled is None else f"{sampled:.1%}"]
-        lines.append(" | ".join([kind, f"{greedy['agreement']:.1%}", *steps, *rest]))
-    return "\n".join(f"| {line} |" for line in lines)
+        agreed = [_percent(found["agreement"].get(depth)) for depth in _DEPTHS]
+        given = [f"{found['tokens_per_step'][k]:.2f}" for k in _STEPS]
+        rows.append([kind, *agreed, *given, _percent(found["coverage"]), _percent(found["agreement_when_sampled"])])
+    return _table(["kind", *drafts, *steps, "proposable", "agreement, sampled"], rows)
+
+
+def _calibration(calibration: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    by_range = {which: {entry["from"]: entry for entry in entries} for which, entries in calibration.items()}
+    rows = []
+    for least in sorted({least for entries in by_range.values() for least in entries}):
+        row = [f"from {least:.0%}"]
+        for entries in by_range.values():
+            entry = entries.get(least)
+            row += [f"{entry['drafts']:,}", _percent(entry["true"])] if entry else ["0", ""]
+        rows.append(row)
+    return _table(["confidence", *(head for which in by_range for head in (f"{which} drafts", "came true"))], rows)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])

@@ -34,8 +34,8 @@ def save(
     path: Path, model: nn.Module, vocabulary: Vocabulary, optimiser: torch.optim.Optimizer, progress: Progress
 ) -> None:
     tensors: dict[str, Tensor] = {"vocabulary": torch.from_numpy(vocabulary.target_ids)}
+    tensors |= {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
         for moment in MOMENTS if parameter in optimiser.state else ():
             tensors[f"{moment}.{name}"] = optimiser.state[parameter][moment]
     put(path, lambda part: save_file(tensors, part, {"progress": json.dumps(vars(progress))}))
@@ -59,7 +59,7 @@ def vocabulary_of(path: Path, target_size: int) -> Vocabulary:
 def load_model(path: Path, model: nn.Module) -> None:
     """The weights alone."""
     with safe_open(path, "pt") as file:
-        model.load_state_dict({name: file.get_tensor(f"model.{name}") for name, _ in model.named_parameters()})
+        model.load_state_dict({name: file.get_tensor(f"model.{name}") for name in model.state_dict()})
 
 
 def load(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> Progress:
@@ -67,7 +67,10 @@ def load(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> Prog
     progress = progress_of(path)
     load_model(path, model)
     with safe_open(path, "pt") as file:
-        for name, parameter in model.named_parameters() if progress.step else ():
+        for name, parameter in model.named_parameters():
+            if not (progress.step and parameter.requires_grad):
+                continue
             moments = {moment: file.get_tensor(f"{moment}.{name}").to(parameter.device) for moment in MOMENTS}
-            optimiser.state[parameter] = {"step": torch.tensor(float(progress.step)), **moments}
+            step = torch.tensor(float(progress.step), device=parameter.device)
+            optimiser.state[parameter] = {"step": step, **moments}
     return progress

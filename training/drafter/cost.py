@@ -1,62 +1,43 @@
-"""What a draft token costs, in steps of the target: both as this project's engine runs them, alone and taking turns."""
+"""What a draft token costs, in steps of the target: both as this project runs them, alone and taking turns."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
-from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from shared.engine.attention import NAME
+from shared.engine.draft_head import DraftHead
 from shared.engine.engine import Engine
-from shared.engine.model import Model
 from shared.engine.span import Span
-from training.drafter.target import Target, device
+from shared.sampling.fields import Sampling
+from shared.sampling.params import Row
+from training.drafter.target import Target
 
 CONTEXT = 128
 _ROUNDS, _BLOCK = 21, 16
 
 
-def relative_cost(target: Target, layers: int, proposable: int) -> float:
-    """Median over pairs of steps, one sequence of `CONTEXT` tokens each. What the weights are does not matter."""
-    shape = target.shape
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        vocab_size=proposable,
-        max_position_embeddings=2 * CONTEXT,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    config._attn_implementation = NAME
+def relative_cost(target: Target, release: Path) -> float:
+    """Median over pairs of steps, one sequence of `CONTEXT` tokens each."""
     blocks = CONTEXT // _BLOCK + 2
-    whole = Engine.load(target.folder, block_size=_BLOCK, kv_blocks=blocks, lookahead=0, generates=False)
-    dtype = torch.bfloat16 if device().type == "cuda" else torch.float32
-    module: Any = LlamaForCausalLM(config)
-    small = Engine.of(
-        Model.of(module.to(device(), dtype)),
-        fingerprint="",
-        vocabulary="",
-        block_size=_BLOCK,
-        kv_blocks=blocks,
-        lookahead=0,
-    )
-    for engine in (whole, small):
-        engine.forward([Span((0,) * CONTEXT, 0, tuple(range(blocks)), 1)])
-        _seconds(engine, blocks)
-    return median(_seconds(small, blocks) / _seconds(whole, blocks) for _ in range(_ROUNDS))
+    table = tuple(range(blocks))
+    engine = Engine.load(target.folder, block_size=_BLOCK, kv_blocks=blocks, lookahead=0, generates=False)
+    engine.forward([Span((0,) * CONTEXT, 0, table, 1)])
+    head = DraftHead.load(release, target.folder)
+    state = head.start([bytes(2 * target.hidden_size)])
+    row = Row(Sampling(temperature=0.0), 0, CONTEXT)
+
+    def whole() -> None:
+        engine.step([Span((0,), CONTEXT, table, 1)])
+
+    def small() -> None:
+        head.step(state, [(0,) * head.info.window], [row])
+
+    return median(_seconds(small) / _seconds(whole) for _ in range(_ROUNDS))
 
 
-def _seconds(engine: Engine, blocks: int) -> float:
+def _seconds(run: Callable[[], None]) -> float:
     began = time.perf_counter()
-    engine.step([Span((0,), CONTEXT, tuple(range(blocks)), 1)])
+    run()
     return time.perf_counter() - began

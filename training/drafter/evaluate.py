@@ -1,51 +1,56 @@
-"""Judges a released drafter on conversations about topics that it was not trained on."""
+"""Judges a released head on conversations about topics that it was not trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from training.drafter.acceptance import Acceptance, turns
-from training.drafter.corpus import agreement
-from training.drafter.model import Drafter
+from training.drafter.acceptance import DEPTHS, tokens_per_step
+from training.drafter.chains import Chains, drafted
+from training.drafter.corpus import Corpus
+from training.drafter.model import DraftHead
 from training.drafter.prompts import Prompt
 from training.drafter.shards import Conversation
-from training.drafter.target import device
-from training.drafter.vocabulary import Vocabulary
 
-_BATCH_TOKENS = 4096
-
-
-def judged(drafter: Drafter, prompts: Sequence[Prompt], talks: Sequence[Conversation]) -> dict[str, Any]:
-    """By kind of prompt, and of "all": `Acceptance` of greedy answers, agreement at the other temperatures, and the
-    share of the target's most likely tokens that can be proposed at all. Kinds without greedy answers are left out."""
-    where = device()
-    agreed = agreement(drafter.to(where).eval(), talks, _BATCH_TOKENS, where)
-    kinds = sorted({prompt.kind for prompt in prompts})
-    groups = {kind: [i for i, prompt in enumerate(prompts) if prompt.kind == kind] for kind in kinds}
-    groups["all"] = list(range(len(prompts)))
-    found = {kind: _group(members, prompts, talks, agreed, drafter.vocabulary) for kind, members in groups.items()}
-    return {kind: result for kind, result in found.items() if result}
+EDGES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Of the ranges of confidence."""
 
 
-def _group(
-    members: Sequence[int],
-    prompts: Sequence[Prompt],
-    talks: Sequence[Conversation],
-    agreed: Sequence[np.ndarray],
-    vocabulary: Vocabulary,
+def judged(
+    head: DraftHead, prompts: Sequence[Prompt], talks: Sequence[Conversation], corpus: Corpus
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By kind of prompt, and of "all": how greedy answers are drafted (`agreement` by depth, each given that those
+    before came true, and `tokens_per_step`), `agreement_when_sampled` of the first draft at the other temperatures, and
+    `coverage`, the share of the target's most likely tokens that can be proposed at all. Kinds without greedy answers
+    are left out. And the calibration of first and of later drafts, greedy answers of all kinds together.
+
+    `corpus` is of `talks`, the answers to `prompts`.
+    """
+    chains = drafted(head, corpus, max(DEPTHS))
+    of_row = np.repeat(np.arange(len(talks)), [len(talk.scored) for talk in talks])
+    greedy = np.array([prompt.temperature == 0 for prompt in prompts])
+    kinds = {kind: np.array([p.kind == kind for p in prompts]) for kind in sorted({p.kind for p in prompts})}
+    kinds["all"] = np.ones(len(prompts), bool)
+    found = {kind: _kind(members, greedy, of_row, chains, corpus) for kind, members in kinds.items()}
+    cold = chains.of(greedy[of_row[chains.rows]])
+    calibration = {"first": cold.calibration([1], EDGES), "later": cold.calibration(list(DEPTHS)[1:], EDGES)}
+    return {kind: result for kind, result in found.items() if result}, calibration
+
+
+def _kind(
+    members: np.ndarray, greedy: np.ndarray, of_row: np.ndarray, chains: Chains, corpus: Corpus
 ) -> Mapping[str, Any] | None:
-    greedy = [i for i in members if prompts[i].temperature == 0]
-    warm = [agreed[i] for i in members if prompts[i].temperature > 0]
-    answers = [answer for i in greedy for answer in turns(talks[i].scored, agreed[i])]
-    if not sum(map(len, answers)):
+    talk = of_row[chains.rows]
+    cold, warm = chains.of((members & greedy)[talk]), chains.of((members & ~greedy)[talk])
+    if not len(cold.rows):
         return None
-    firsts = np.concatenate([talks[i].top_ids[:, 0] for i in members])
+    answers = np.split(cold.true, np.flatnonzero(np.diff(cold.rows) != 1) + 1)
     return {
-        "greedy": asdict(Acceptance.of(answers)),
-        "agreement_when_sampled": float(np.concatenate(warm).mean()) if sum(map(len, warm)) else None,
-        "coverage": float((vocabulary.own(firsts) >= 0).mean()),
+        "positions": len(cold.rows),
+        "agreement": cold.agreement(),
+        "tokens_per_step": tokens_per_step(answers),
+        "agreement_when_sampled": warm.agreement().get(1),
+        "coverage": float((corpus.ids[members[of_row], 0] >= 0).mean()),
     }

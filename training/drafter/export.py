@@ -1,8 +1,8 @@
-"""A drafter as it is released: int8 weights with a scale per row, and a config.json that says what they belong to.
+"""A draft head as it is released: int8 weights with a scale per row, and a config.json that says what they belong to.
 
 model.safetensors has for each matrix `<name>` [rows, columns] in int8 and `<name>.scale` [rows] in float32, the weight
-being their product; norms in float32; and `vocabulary` [proposable] in int32, the target's id of each row of the LM
-head. The embeddings are the target's own and are read from its weights.
+being their product; vectors in float32; and `vocabulary` [proposable] in int32, the target's id of each row of the
+head. The embeddings are the target's own and are read from its weights. What the names mean: `model`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from shared.engine import draft_release
 from shared.errors import ModelError
-from training.drafter.files import put, put_json, read_object
-from training.drafter.model import Drafter
+from training.drafter.files import put, put_json
+from training.drafter.model import DraftHead
 from training.drafter.target import Target
 from training.drafter.vocabulary import Vocabulary
 
-FORMAT = "trine-drafter-1"
+KIND, FORMAT = "draft_head", 1
 _LEVELS = 127
 
 
@@ -31,61 +31,46 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round().clamp(-_LEVELS, _LEVELS).to(torch.int8), scale
 
 
-def write(folder: Path, drafter: Drafter, target: Target, layers: tuple[int, ...]) -> None:
-    """`layers`: those of the target that it began with."""
-    tensors = {"vocabulary": torch.from_numpy(drafter.vocabulary.target_ids)}
-    for name, parameter in drafter.named_parameters():
-        weight = parameter.detach().float().cpu()
+def write(folder: Path, head: DraftHead, tokens: int) -> None:
+    """`tokens`: positions of answers that it was trained on."""
+    stored = {"vocabulary": torch.from_numpy(head.vocabulary.target_ids)}
+    for name, weight in head.tensors().items():
         if weight.dim() == 1:
-            tensors[name] = weight
+            stored[name] = weight
         else:
-            tensors[name], tensors[f"{name}.scale"] = quantised(weight)
-    put(folder, lambda part: _fill(part, tensors, config(drafter, target, layers)))
+            stored[name], stored[f"{name}.scale"] = quantised(weight)
+    put(folder, lambda part: _fill(part, stored, config(head, tokens)))
 
 
-def config(drafter: Drafter, target: Target, layers: tuple[int, ...]) -> dict[str, Any]:
+def config(head: DraftHead, tokens: int) -> dict[str, Any]:
     """What a loader needs to know, and must check."""
-    shape = target.shape
+    target = head.target
     return {
+        "kind": KIND,
         "format": FORMAT,
-        "model_type": "llama",
         "target": {"name": target.name, "fingerprint": target.fingerprint, "vocabulary": target.vocabulary},
-        "began_with_layers": list(layers),
-        "quantisation": {"weights": "int8", "scales": "row"},
-        "draft_vocab_size": len(drafter.vocabulary),
-        "vocab_size": shape.vocab_size,
-        "num_hidden_layers": len(drafter.layers),
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
+        "hidden_size": target.hidden_size,
+        "window": head.window,
+        "width": head.width,
+        "proposable": len(head.vocabulary),
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": target.rms_norm_eps,
+        "tokens_trained": tokens,
     }
 
 
-def read(folder: Path, target: Target) -> Drafter:
-    """A released drafter for `target`. Raises ModelError when it is for another one, or damaged."""
-    about = read_object(folder / "config.json")
-    if about.get("format") != FORMAT:
-        raise ModelError(f"{folder} is in format {about.get('format')!r}, not {FORMAT!r}")
-    if (belongs := about["target"])["fingerprint"] != target.fingerprint:
-        raise ModelError(f"the drafter is for {belongs['name']} ({belongs['fingerprint']:.12}), not {target.name}")
-    try:
-        tensors = load_file(folder / "model.safetensors")
-        vocabulary = Vocabulary(tensors.pop("vocabulary").numpy(), target.shape.vocab_size)
-        scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith(".scale")}
-        weights = {
-            name: tensor * scales[f"{name}.scale"][:, None] if tensor.dim() > 1 else tensor
-            for name, tensor in tensors.items()
-        }
-        drafter = Drafter(target.shape, int(about["num_hidden_layers"]), vocabulary, target.embedding())
-        drafter.load_state_dict(weights)
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{folder} cannot be loaded: {error}") from None
-    return drafter
+def read(folder: Path, target: Target) -> DraftHead:
+    """A released head for `target`. Raises ModelError when it is for another one, or damaged."""
+    about = draft_release.about(folder)
+    if about.target.fingerprint != target.fingerprint:
+        made_for = f"{about.target.name} ({about.target.fingerprint:.12})"
+        raise ModelError(f"the draft head is for {made_for}, not {target.name}")
+    stored = draft_release.tensors(folder, about)
+    vocabulary = Vocabulary(stored["vocabulary"].numpy(), target.vocab_size)
+    head = DraftHead(target, vocabulary, about.window, about.width)
+    scales = {name: stored.pop(f"{name}.scale") for name in list(stored) if f"{name}.scale" in stored}
+    head.load({name: tensor * scales[name][:, None] if name in scales else tensor for name, tensor in stored.items()})
+    return head
 
 
 def size(folder: Path) -> int:
@@ -95,6 +80,7 @@ def size(folder: Path) -> int:
 
 def _fill(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # to be handed on; safetensors writes for the owner alone
     put_json(folder / "config.json", about)

@@ -1,4 +1,4 @@
-"""How far a drafter is from its target: the loss that it is trained with, and how often both agree."""
+"""How far a draft head is from its target."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The target's distribution at some positions: `ids` [r, k] in the drafter's vocabulary (-1: not in it), most
+    """The target's distribution at some positions: `ids` [r, k] in the head's vocabulary (-1: not in it), most
     likely first, with their log-probabilities `logp` [r, k] over the target's whole vocabulary (float32)."""
 
     ids: Tensor
     logp: Tensor
 
 
-def distillation(logits: Tensor, thoughts: Thoughts, hard: float) -> Tensor:
-    """Mean over positions of `(1 - hard)` KL divergence and `hard` cross-entropy, in nats; a scalar.
+def distillation(guessed: Tensor, thoughts: Thoughts, hard: float) -> Tensor:
+    """Of each position `(1 - hard)` KL divergence and `hard` cross-entropy, in nats: [r].
 
-    `logits` [r, proposable]. The divergence is that between distributions over k + 1 events: each kept token that can
-    be proposed, and anything else (the tail). Kept tokens that cannot be proposed are no fault of the drafter's: their
-    probability is taken out, the rest is renormalised, and the position counts for as much as is left. The
-    cross-entropy is on the target's most likely token, where it can be proposed.
+    `guessed` [r, proposable]: the head's log-probabilities. The divergence is that between distributions over k + 1
+    events: each kept token that can be proposed, and anything else (the tail). Kept tokens that cannot be proposed are
+    no fault of the head's: their probability is taken out, the rest is renormalised, and the position counts for as
+    much as is left. The cross-entropy is on the target's most likely token, where it can be proposed.
     """
-    logits = logits.float()
     known = thoughts.ids >= 0
-    total = logits.logsumexp(-1, keepdim=True)
-    logq = torch.where(known, logits.gather(1, thoughts.ids.clamp(min=0)) - total, 0.0)
+    logq = torch.where(known, guessed.gather(1, thoughts.ids.clamp(min=0)), 0.0)
     p_kept = thoughts.logp.exp()
     p_tail = (1 - p_kept.sum(-1)).clamp(min=0)
     p = torch.where(known, p_kept, 0.0)
@@ -43,12 +41,12 @@ def distillation(logits: Tensor, thoughts: Thoughts, hard: float) -> Tensor:
     cross = (p * logq).sum(-1) + p_tail * q_tail.log()
     divergence = share * own - cross
     cross_entropy = -logq[:, 0]  # 0 where it is not known
-    return ((1 - hard) * divergence + hard * cross_entropy).mean()
+    return (1 - hard) * divergence + hard * cross_entropy
 
 
-def agrees(logits: Tensor, thoughts: Thoughts) -> Tensor:
-    """Bool [r]: the drafter's most likely token is the target's, so that a greedy draft would be accepted."""
-    return logits.argmax(-1) == thoughts.ids[:, 0]
+def likelihood(guessed: Tensor, own: Tensor) -> Tensor:
+    """Probability of the tokens `own` [r], the head's ids, by log-probabilities `guessed` [r, proposable]; 0 for -1."""
+    return torch.where(own >= 0, guessed.gather(1, own.clamp(min=0)[:, None])[:, 0].exp(), 0.0)
 
 
 def _xlogx(x: Tensor) -> Tensor:

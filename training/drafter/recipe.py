@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from filelock import FileLock, Timeout
 from shared.engine.engine import Engine
 from shared.errors import ConfigError
 from shared.tokenizer import Tokenizer
-from training.drafter import card, checkpoint, export, prompts, shards
+from training.drafter import card, checkpoint, corpus, export, features, prompts, shards
+from training.drafter.corpus import Corpus
 from training.drafter.cost import relative_cost
 from training.drafter.dialogue import ChatDialogue
 from training.drafter.evaluate import judged
 from training.drafter.files import agree, put, put_json
 from training.drafter.generate import Generator
-from training.drafter.model import Drafter
+from training.drafter.model import DraftHead
 from training.drafter.prompts import Prompt, Split
 from training.drafter.settings import STAGES, DataSettings, Folders, TrainSettings
 from training.drafter.shards import Conversation
@@ -34,8 +35,8 @@ from training.drafter.vocabulary import Vocabulary
 Say = Callable[[str], None]
 _BLOCK = 16
 _SAID_S = 20.0
-_WATCHED = 48
-"""Held-out conversations that training is watched by."""
+_WATCHED = 4096
+"""Held-out positions that training is watched by."""
 
 
 @dataclass
@@ -80,20 +81,29 @@ class Recipe:
                 shards.write(self.folders.shard(split, i), generator.shard(asked[split, i], pace.told))
                 self.say(f"generate: {self.folders.shard(split, i).name} written")
 
+    def features(self) -> None:
+        todo = [(split, i) for split, n in self._splits for i in range(n) if not self.folders.hidden(split, i).exists()]
+        if not todo:
+            return
+        with _alone(self.folders.data, ".features.lock"):
+            reader = features.Reader(self.target)
+            for split, i in todo:
+                talks, began = shards.read(self.folders.shard(split, i)).conversations(), time.monotonic()
+                features.write(self.folders.hidden(split, i), reader.hidden(talks))
+                speed = sum(len(talk.tokens) for talk in talks) / (time.monotonic() - began)
+                self.say(f"features: {self.folders.hidden(split, i).name} written, {speed:,.0f} tokens/s")
+
     def train(self) -> None:
         path = self.folders.checkpoint
         talks = self._conversations("train", self.training.shards)
-        vocabulary = checkpoint.vocabulary_of(path, self.target.shape.vocab_size) if path.exists() else self._vocabulary
-        drafter = Drafter.beginning(self.target, self.training.layers, vocabulary)
-        watched = [talk for talk in self._conversations("heldout", self.heldout) if len(talk.scored)][:_WATCHED]
-        trainer = Trainer(
-            drafter,
-            [talk for talk in talks if len(talk.scored)],
-            watched,
-            self.training,
-            path,
-            checkpoint_s=self.checkpoint_s,
+        vocabulary = (
+            checkpoint.vocabulary_of(path, self.target.vocab_size) if path.exists() else self._vocabulary(talks)
         )
+        rows = self._corpus("train", self.training.shards, vocabulary, self.training.window)
+        watched = self._corpus("heldout", 1, vocabulary, self.training.window)
+        watched = replace(watched, starts=watched.starts[:_WATCHED])
+        head = DraftHead.beginning(self.target, vocabulary, corpus.scale(rows.hidden[0]), self.training)
+        trainer = Trainer(head, rows, watched, self.training, path, checkpoint_s=self.checkpoint_s)
         if trainer.progress.step < trainer.steps:
             with _alone(self.folders.out):
                 trainer.run(lambda line: self.say(f"train: {line}"))
@@ -101,26 +111,26 @@ class Recipe:
     def export(self) -> None:
         if (self.folders.release / "config.json").exists():
             return
-        vocabulary = checkpoint.vocabulary_of(self.folders.checkpoint, self.target.shape.vocab_size)
-        drafter = Drafter(self.target.shape, len(self.training.layers), vocabulary, self.target.embedding())
-        checkpoint.load_model(self.folders.checkpoint, drafter)
-        export.write(self.folders.release, drafter, self.target, self.training.layers)
+        vocabulary = checkpoint.vocabulary_of(self.folders.checkpoint, self.target.vocab_size)
+        head = DraftHead(self.target, vocabulary, self.training.window, self.training.width)
+        checkpoint.load_model(self.folders.checkpoint, head)
+        export.write(self.folders.release, head, self._train_size["answer_tokens"])
         self.say(f"export: {self.folders.release}, {export.size(self.folders.release) / 1e6:.1f} MB")
 
     def evaluate(self) -> None:
         release = self.folders.release
         if self.folders.report.exists() and (release / "MODEL_CARD.md").exists():
             return
-        drafter = export.read(release, self.target)
+        head = export.read(release, self.target).to(device())
         asked = prompts.read(self.folders.prompts("heldout"), self.heldout * self.data.shard)
-        report = self._report(drafter, judged(drafter, asked, self._conversations("heldout", self.heldout)))
+        rows = self._corpus("heldout", self.heldout, head.vocabulary, head.window)
+        acceptance, calibration = judged(head, asked, self._conversations("heldout", self.heldout), rows)
+        report = {**self._report(head), "acceptance": acceptance, "calibration": calibration}
         put_json(self.folders.report, report)
         text = card.card(report)
         put(release / "MODEL_CARD.md", lambda part: part.write_text(text, encoding="utf-8"))
-        found = report["acceptance"].get("all")
-        self.say(
-            f"evaluate: {self.folders.report}" + (f", agreement {found['greedy']['agreement']:.1%}" if found else "")
-        )
+        found = acceptance.get("all")
+        self.say(f"evaluate: {self.folders.report}" + (f", agreement {found['agreement'][1]:.1%}" if found else ""))
 
     @property
     def _splits(self) -> tuple[tuple[Split, int], tuple[Split, int]]:
@@ -147,11 +157,18 @@ class Recipe:
         files = [shards.read(self.folders.shard(split, i)) for i in range(count)]
         return [talk for file in files for talk in file.conversations()]
 
-    @property
-    def _vocabulary(self) -> Vocabulary:
-        talks = self._conversations("train", self.training.shards)
-        size = min(self.training.vocabulary, self.target.shape.vocab_size)
-        vocabulary = Vocabulary.of(talks, size, self.target.shape.vocab_size)
+    def _corpus(self, split: Split, count: int, vocabulary: Vocabulary, window: int) -> Corpus:
+        """Of the first `count` files."""
+        talks, hidden = [], []
+        for i in range(count):
+            shard = shards.read(self.folders.shard(split, i))
+            talks += shard.conversations()
+            hidden.append(features.mapped(self.folders.hidden(split, i), len(shard.scored), self.target.hidden_size))
+        return Corpus.of(talks, hidden, vocabulary, window, device())
+
+    def _vocabulary(self, talks: Sequence[Conversation]) -> Vocabulary:
+        size = min(self.training.vocabulary, self.target.vocab_size)
+        vocabulary = Vocabulary.of(talks, size, self.target.vocab_size)
         self.say(f"train: {len(vocabulary):,} tokens can be proposed")
         return vocabulary
 
@@ -160,8 +177,7 @@ class Recipe:
         talks = self._conversations("train", self.training.shards)
         return {"conversations": len(talks), "answer_tokens": sum(len(talk.scored) for talk in talks)}
 
-    def _report(self, drafter: Drafter, acceptance: dict[str, Any]) -> dict[str, Any]:
-        layers, proposable = len(self.training.layers), len(drafter.vocabulary)
+    def _report(self, head: DraftHead) -> dict[str, Any]:
         progress = checkpoint.progress_of(self.folders.checkpoint)
         return {
             "target": {"name": self.target.name, "fingerprint": self.target.fingerprint},
@@ -169,22 +185,24 @@ class Recipe:
             "data": {**asdict(self.data), **self._train_size},
             "heldout": {"conversations": self.heldout * self.data.shard},
             "bytes": export.size(self.folders.release),
-            "proposable": proposable,
-            "vocab_size": self.target.shape.vocab_size,
-            "relative_cost": relative_cost(self.target, layers, proposable),
+            "proposable": len(head.vocabulary),
+            "vocab_size": self.target.vocab_size,
+            "relative_cost": relative_cost(self.target, self.folders.release),
             "measured_on": f"{_machine()}, {torch.get_num_threads()} threads" if device().type == "cpu" else _machine(),
             "steps": progress.step,
             "history": progress.history,
-            "acceptance": acceptance,
         }
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """A lock that ends with the process, however that ends. Raises ConfigError when another one has it."""
+def _alone(folder: Path, lock: str = ".lock") -> Iterator[None]:
+    """A lock that ends with the process, however that ends. Raises ConfigError when another one has it.
+
+    Those of another name do not get in its way.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / ".lock", timeout=0):
+        with FileLock(folder / lock, timeout=0):
             yield
     except Timeout:
         raise ConfigError(f"another process is working in {folder}") from None

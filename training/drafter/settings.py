@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shared.errors import ConfigError
 
-STAGES = ("prompts", "generate", "train", "export", "evaluate")
+STAGES = ("prompts", "generate", "features", "train", "export", "evaluate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +36,41 @@ class TrainSettings:
     """Fingerprint of the target."""
     shards: int
     """Files of answers to learn from."""
-    layers: tuple[int, ...] = (0, 1, 28, 29)
-    """Layers of the target that the drafter begins with, in this order."""
-    vocabulary: int = 12288
-    """Tokens that the drafter can propose."""
-    epochs: int = 6
-    batch_tokens: int = 4096
-    """Of one step of the optimiser."""
-    learning_rate: float = 6e-4
+    window: int = 2
+    """Last tokens that the head reads."""
+    width: int = 1536
+    """Of its one hidden layer."""
+    vocabulary: int = 8192
+    """Tokens that the head can propose."""
+    epochs: int = 5
+    batch: int = 512
+    """Positions from which one step of the optimiser drafts."""
+    learning_rate: float = 1e-3
     """At its peak."""
     warm_up: float = 0.03
-    """Share of the steps in which the learning rate rises; then it falls along a cosine to a tenth."""
-    weight_decay: float = 0.01
+    """Share of the steps in which the learning rate rises; then it falls along a cosine to a twentieth."""
+    weight_decay: float = 0.05
     clip: float = 1.0
     """Norm that the gradient is cut to."""
     hard: float = 0.3
     """Weight of the cross-entropy on the target's most likely token; the rest is the KL divergence."""
+    unroll: tuple[float, ...] = (1.0, 1.0, 1.0)
+    """Weight of the loss of each drafted token; there are as many steps of the head as weights."""
+    least: float = 0.1
+    """Drafting goes on while the head gave what the target wrote at least this probability, all steps together; 0:
+    always to the end."""
+    regression: float = 0.1
+    """Weight of the distance between guessed and true hidden states."""
+    frozen_head: bool = False
+    """Leave the rows of the target's LM head as they are."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("shards", "vocabulary", "epochs", "batch_tokens"):
+        for name in ("shards", "window", "width", "vocabulary", "epochs", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", field=name)
-        if not self.layers:
-            raise ConfigError("a drafter has at least one layer", field="layers")
+        if not self.unroll:
+            raise ConfigError("a head drafts at least one token", field="unroll")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +97,6 @@ class Folders:
 
     def shard(self, split: str, number: int) -> Path:
         return self.data / f"{split}-{number:04d}.safetensors"
+
+    def hidden(self, split: str, number: int) -> Path:
+        return self.data / f"{split}-{number:04d}-hidden.safetensors"

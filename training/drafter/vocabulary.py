@@ -1,4 +1,4 @@
-"""Which of the target's tokens a drafter can propose. No torch."""
+"""Which of the target's tokens a draft head can propose. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training.drafter.shards import Conversation
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The drafter's id `i` is the target's id `target_ids[i]`; int32, ascending."""
+    """The head's id `i` is the target's id `target_ids[i]`; int32, ascending."""
 
     target_ids: np.ndarray
     target_size: int
@@ -41,11 +41,11 @@ class Vocabulary:
 
     @cached_property
     def _own(self) -> np.ndarray:
-        own = np.full(self.target_size, -1, np.int64)
+        own = np.full(self.target_size, -1, np.int32)
         own[self.target_ids] = np.arange(len(self.target_ids))
         return own
 
     def own(self, target_ids: np.ndarray) -> np.ndarray:
-        """The drafter's ids of these target ids, int64, the same shape; -1 for those that it cannot propose."""
+        """The head's ids of these target ids, int32, the same shape; -1 for those that it cannot propose."""
         result: np.ndarray = self._own[target_ids]
         return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from services.drafter.sources.adjusting import Adjusting
 from services.drafter.sources.base import Wish
 from shared.cache.naming import Lineage
 from shared.messages import Sampling
@@ -39,11 +40,7 @@ class Chain:
     """Guesses after which it rests."""
     adjustments: Adjustments | None = None
     """They have taken all tokens generated and all guesses."""
-    _true: Adjustments | None = None
-    """They have taken the generated ones of the first `_taken` of `_taken_from`."""
-    _taken: int = 0
-    _taken_from: list[int] | None = None
-    _sampled: Sampling | None = None
+    _true: Adjusting = field(default_factory=Adjusting)
 
     @property
     def missing(self) -> int:
@@ -73,15 +70,10 @@ class Chain:
         self.tokens, self.length, self.guesses = wish.tokens, wish.length, guesses
         self.wish, self.sampling = wish, wish.sampling
 
-    def adjust(self, prompt_len: int, eos_ids: Collection[int]) -> None:
-        """Bring the adjustments to where the guesses end. To be called after `follow`."""
-        if self._taken_from is not self.tokens or self._taken > self.length or self._sampled != self.sampling:
-            generated = self.tokens[prompt_len : self.length]
-            self._true = Adjustments.of(self.sampling, self.tokens[: min(prompt_len, self.length)], generated, eos_ids)
-        elif self._true is not None:
-            self._true.take(self.tokens[self._taken : self.length])
-        self._taken, self._taken_from, self._sampled = self.length, self.tokens, self.sampling
-        self.adjustments = None if self._true is None else self._true.fork()
+    def adjust(self, wish: Wish, eos_ids: Collection[int]) -> None:
+        """Bring the adjustments to where the guesses end. To be called after `follow`, with the same wish."""
+        true = self._true.at(wish, eos_ids)
+        self.adjustments = None if true is None else true.fork()
         if self.adjustments is not None:
             self.adjustments.take(self.guesses)
 

@@ -39,18 +39,16 @@ class Plan:
     spans: tuple[Span, ...]
 
 
-def kinds(count: int) -> tuple[int, ...]:
-    """Of the first `count` guesses of an answer."""
+def by_depth(count: int) -> tuple[int, ...]:
+    """Kinds of the first `count` guesses of an answer."""
     return tuple(min(depth, len(PRIORS) - 1) for depth in range(count))
 
 
 class ModelSource:
-    """Keeps its own small KV per session. When its pool is full, those least recently drafted for lose theirs.
-
-    Not thread-safe, but `run`, which blocks, may run in another thread beside anything but `plan`, `commit` and `fail`.
-    """
+    """Keeps its own small KV per session. When its pool is full, those least recently drafted for lose theirs."""
 
     name = "model"
+    hidden_size = 0
 
     def __init__(self, engine: StepEngine) -> None:
         self.record = Record(PRIORS)
@@ -61,6 +59,10 @@ class ModelSource:
         self._chains: dict[Session, Chain] = {}  # least recently drafted for first
         self._wishes: dict[Session, tuple[Wish, int]] = {}  # that no plan has taken in, and how many guesses
         self._ended: list[Session] = []
+        self._suspects: set[Session] = set()
+        """They were in a step that failed. Each steps alone next: then it is known who is to blame."""
+        self._barred: set[Session] = set()
+        """The model cannot bear them."""
         self._since_read = 0
         self.step_s, self._token_s = self._measure()
 
@@ -88,15 +90,26 @@ class ModelSource:
         chain = self._chains.get(wish.session)
         return chain.ready(wish)[: wish.k] if chain else []
 
+    def kinds(self, wish: Wish, count: int) -> tuple[int, ...]:
+        return by_depth(count)
+
+    def expected(self, wish: Wish) -> list[float]:
+        return self.record.expected(by_depth(self.room(wish)), wish.session.fits[self.name])
+
+    def reach(self, wish: Wish, depth: int) -> int:
+        return depth
+
     def behind(self, wish: Wish) -> float:
         """Steps' time to read what it has not read, beyond the step of the first new guess."""
+        if not self.room(wish):
+            return 0.0
         chain = self._begun(wish)
         missing = wish.length + len(chain.ready(wish)) - chain.kept(wish)
         return max(missing - 1, 0) * self._token_s / self.step_s
 
     def room(self, wish: Wish) -> int:
-        """Guesses that the model's context has room for."""
-        return max(min(wish.k, self._info.context_length - wish.length), 0)
+        """Guesses that the model's context has room for; none for a session that it fails at."""
+        return 0 if wish.session in self._barred else max(min(wish.k, self._info.context_length - wish.length), 0)
 
     def want(self, wish: Wish, depth: int) -> None:
         """Somebody waits for `depth` guesses; with 0 it only reads and guesses ahead. The newest wish counts."""
@@ -129,6 +142,7 @@ class ModelSource:
         """The next step; None when there is nothing to do."""
         self._take_in()
         while batch := self._turn():
+            batch = [s for s in batch if s in self._suspects][:1] or batch
             ahead = not self._chains[batch[0]].waited_for
             ready = [s for s in batch if self._cover(s, spare=batch, ahead=ahead)]
             if ready:
@@ -144,6 +158,7 @@ class ModelSource:
     def commit(self, plan: Plan, out: Sequence[Sequence[int]], seconds: float) -> None:
         """The step has succeeded."""
         self._note(plan, seconds)
+        self._suspects.difference_update(plan.sessions)
         for session, span, tokens in zip(plan.sessions, plan.spans, out, strict=True):
             chain = self._chains[session]
             chain.computed = span.start + len(span.token_ids)
@@ -151,21 +166,30 @@ class ModelSource:
             self._name(chain)
 
     def fail(self, plan: Plan, error: Exception) -> None:
-        """The step has failed: nothing that is held of its sessions is relied on, or of those that are to blame."""
-        bad = error.spans if isinstance(error, BadSpans) else range(len(plan.sessions))
-        for index in bad:
-            self._drop(plan.sessions[index])
+        """The step has failed: those to blame are not drafted for again. Where they are not known, each tries it alone.
+
+        What the others hold is as it was: a step writes only beyond that.
+        """
+        if not isinstance(error, BadSpans) and len(plan.sessions) > 1:
+            self._suspects.update(plan.sessions)
+            return
+        for index in error.spans if isinstance(error, BadSpans) else (0,):
+            session = plan.sessions[index]
+            self._drop(session)
+            self._wishes.pop(session, None)
+            self._barred.add(session)
 
     def _take_in(self) -> None:
         ended, self._ended = self._ended, []
         for session in ended:
             self._drop(session)
+            self._barred.discard(session)
         wishes, self._wishes = self._wishes, {}
         for session, (wish, depth) in wishes.items():
             chain = self._begun(wish)
             self._chains[session] = self._chains.pop(session)
             chain.follow(wish)
-            chain.adjust(wish.session.prompt_len, self._eos_ids)
+            chain.adjust(wish, self._eos_ids)
             self._allocator.release(chain.blocks_to_leave(self._info.block_size))
             chain.wanted, chain.target = depth, self._ahead(wish, depth)
 
@@ -188,7 +212,7 @@ class ModelSource:
         """Guesses to make in all: one at least, and those that may well be of use at the next ask."""
         most = min(depth + 1 + wish.k, self._info.context_length - wish.length)
         through, fit = 1.0, wish.session.fits[self.name]
-        for count, kind in enumerate(kinds(most)):
+        for count, kind in enumerate(by_depth(most)):
             through *= self.record.chance(kind, fit)
             if through < AHEAD_CHANCE:
                 return max(count, 1)
@@ -262,6 +286,7 @@ class ModelSource:
             self._allocator.commit(chain.table[index], chain.names[index])
 
     def _drop(self, session: Session) -> None:
+        self._suspects.discard(session)
         if (chain := self._chains.pop(session, None)) is not None:
             self._allocator.release(chain.table)
 
