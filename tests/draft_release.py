@@ -18,6 +18,13 @@ from tests.ruined_model import write_ascii_tokenizer
 EPSILON = 1e-5
 
 
+def write_target(folder: Path, *, vocab: int) -> Path:
+    """A model with random weights that reads ASCII."""
+    tiny_models.write(folder, {**tiny_models.ARCHITECTURES["llama"], "vocab_size": vocab})
+    write_ascii_tokenizer(folder)
+    return folder
+
+
 def random_tensors(
     *, hidden: int, window: int, width: int, ids: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
@@ -61,15 +68,16 @@ def write(folder: Path, target: Path, tensors: Mapping[str, Tensor], **other: An
     return folder
 
 
-def write_perfect(target: Path, folder: Path, *, vocab: int, context: int = 256) -> None:
-    """A target whose next token depends on the last one alone, and in `folder` the head that knows how.
+def write_perfect(target: Path, folder: Path, *, vocab: int, context: int = 256, **config: Any) -> None:
+    """A target whose next token depends on the last one alone, and in `folder` the head that knows how. `config` is for
+    the target's config.json.
 
     Attention and MLPs add nothing, so the hidden state is the last token's embedding after the final norm. The head's
     skip matrix passes that embedding on, and its last matrix is the target's, which 8 bits hold exactly.
     """
     generator = torch.Generator().manual_seed(2)
     llama = {**tiny_models.ARCHITECTURES["llama"], "vocab_size": vocab, "max_position_embeddings": context}
-    tiny_models.write(target, llama)
+    tiny_models.write(target, {**llama, **config})
     write_ascii_tokenizer(target)
     weights = load_file(target / "model.safetensors")
     for name in weights:

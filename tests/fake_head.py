@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class FakeHead:
         """Sequences in each."""
         self.rows: list[Row] = []
         self.likely = likely
+        self.stall_s = 0.0  # that the next step takes
         self.poison: int | None = None  # a last token that makes the step raise
         self.banned: int | None = None  # a last token after which there is nothing to choose
         self._wrong_every = wrong_every
@@ -45,6 +47,8 @@ class FakeHead:
     def step(
         self, features: Any, windows: Sequence[Sequence[int]], rows: Sequence[Row]
     ) -> tuple[list[int], list[float], list[tuple[int, int]]]:
+        time.sleep(self.stall_s)
+        self.stall_s = 0.0
         self.steps.append(len(rows))
         self.rows += rows
         assert len(features) == len(windows) == len(rows)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from services.decode.costs import Line
 
@@ -62,20 +64,49 @@ class Rate:
 
 
 @dataclass(slots=True)
+class Trust:
+    """What came true against what a drafter had said of its drafts."""
+
+    came: float = 0.0
+    said: float = 0.0
+
+    FADING = 0.99
+    """Per draft."""
+    PRIOR = 4.0
+    """Drafts that it is believed for to begin with."""
+
+    def see(self, said: float, hit: bool) -> None:
+        self.came = self.came * self.FADING + hit
+        self.said = self.said * self.FADING + said
+
+    @property
+    def factor(self) -> float:
+        """By which to multiply what it says. It is not believed to be better than it says by much: it would know."""
+        return min((self.came + self.PRIOR) / (self.said + self.PRIOR), 1.25)
+
+
+Rates = tuple[Rate, Rate, Rate]
+"""Of the first draft of an answer to be right; of each later one if those before it were; and of there being a later
+one when it had been wanted and those before it were right."""
+
+
+@dataclass(slots=True)
 class Acceptance:
     """What to expect of a drafter's answers for one sequence, or (`common` is None) for all.
 
-    Two rates for each source: of the first draft of an answer, and of each later one if those before it were right. A
-    source that repeats what it found elsewhere is wrong at once, or right for long.
+    A source that repeats what it found elsewhere is wrong at once, or right for long: so the first draft and later ones
+    have rates of their own. They tell whether asking pays. Of drafts that are here the drafter itself says more.
     """
 
     memory: float
     common: Acceptance | None = None
-    rates: dict[str, tuple[Rate, Rate]] = field(default_factory=dict)
+    rates: dict[str, Rates] = field(default_factory=dict)
     shares: dict[str, Rate] = field(default_factory=dict)
     """How often an answer comes from each source."""
+    trust: dict[str, Trust] = field(default_factory=dict)
+    """By source, kept for all sequences together."""
 
-    FIRST, LATER = 0.4, 0.6
+    FIRST, LATER, MORE = 0.4, 0.6, 1.0
     """Before anything is known."""
 
     def child(self, memory: float) -> Acceptance:
@@ -91,37 +122,66 @@ class Acceptance:
         if self.common:
             self.common.answered(source)
 
-    def see(self, source: str, index: int, hit: bool) -> None:
-        """Draft number `index` of an answer, those before it being right, was right or not."""
+    def see(self, source: str, index: int, hit: bool, said: float | None = None) -> None:
+        """Draft number `index` of an answer, those before it being right, was right or not.
+
+        `said`: how likely that was in the drafter's own opinion.
+        """
         source = self._name(source)
-        pair = self.rates.setdefault(source, (self._new_rate(), self._new_rate()))
-        pair[index > 0].see(hit)
+        rates = self.rates.setdefault(source, (self._new_rate(), self._new_rate(), self._new_rate()))
+        rates[index > 0].see(hit)
+        if index:
+            rates[2].see(True)
         if self.common:
-            self.common.see(source, index, hit)
+            self.common.see(source, index, hit, said)
+        elif said is not None:
+            self.trust.setdefault(source, Trust()).see(said, hit)
 
-    def held(self, source: str, index: int, count: int) -> list[float]:
-        """Chance that the first 1, 2, … `count` of an answer's drafts from number `index` on are right."""
-        first, later = self._rates(self._name(source))
-        chance = later if index else first
-        return [chance * later**place for place in range(count)]
+    def ended(self, source: str) -> None:
+        """All drafts of an answer were right, and there were fewer than had been asked for."""
+        source = self._name(source)
+        if rates := self.rates.get(source):
+            rates[2].see(False)
+        if self.common:
+            self.common.ended(source)
 
-    def asked(self, count: int) -> list[float]:
-        """The same for the drafts that would come if the drafter were asked."""
+    def held(self, source: str, index: int, count: int, said: Seq[float] = ()) -> list[float]:
+        """Chance that the first 1, 2, … `count` of an answer's drafts from number `index` on are right.
+
+        `said`: of each, if those before it are, in the drafter's own opinion.
+        """
+        source = self._name(source)
+        if not said:
+            first, later, _ = self._rates(source)
+            return [(later if index else first) * later**place for place in range(count)]
+        factor = trust.factor if (trust := (self.common or self).trust.get(source)) else 1.0
+        return list(accumulate((min(chance * factor, 1.0) for chance in said[:count]), mul))
+
+    def asked(self, count: int) -> tuple[list[float], list[float]]:
+        """The same for the drafts that would come if the drafter were asked, and how likely it is that they come."""
         sources = {s: share for s, share in self._shares().items() if s != NOTHING}
         if not self._shares():
             sources = {OTHER: 1.0}
-        held = [(share, self.held(source, 0, count)) for source, share in sources.items()]
-        return [sum(share * chances[place] for share, chances in held) for place in range(count)]
+        right, coming = [0.0] * count, [0.0] * count
+        for source, share in sources.items():
+            first, later, more = self._rates(source)
+            there = share
+            for place in range(count):
+                coming[place] += there
+                right[place] += there * (later if place else first)
+                there *= (later if place else first) * more
+        return right, coming
 
     def _name(self, source: str) -> str:
         common = self.common or self
         return source if source in common.shares or len(common.shares) < MAX_SOURCES else OTHER
 
-    def _rates(self, source: str) -> tuple[float, float]:
-        first, later = self.common._rates(source) if self.common else (self.FIRST, self.LATER)
-        if pair := self.rates.get(source):
-            return pair[0].given(first), pair[1].given(later)
-        return first, later
+    def _rates(self, source: str) -> tuple[float, float, float]:
+        """Of `Rates`."""
+        prior = self.common._rates(source) if self.common else (self.FIRST, self.LATER, self.MORE)
+        if rates := self.rates.get(source):
+            return rates[0].given(prior[0]), rates[1].given(prior[1]), rates[2].given(prior[2])
+        return prior
 
     def _shares(self) -> dict[str, float]:
         if self.common is None:
@@ -145,12 +205,13 @@ class Prospect:
     """What drafts may bring a sequence, place by place: the chance that all up to there are right. Never rising.
 
     `held`: of drafts that are here. `asked`: of those that asking brings, the first j of them after `arrival[j - 1]`
-    seconds.
+    seconds; `coming`: the chance that there is one at all at that place, for only then is it checked (empty: always).
     """
 
     held: Seq[float] = ()
     asked: Seq[float] = ()
     arrival: Seq[float] = ()
+    coming: Seq[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,28 +252,30 @@ class _Fill:
 def _fill(prospects: Seq[Prospect], cost: Line, room: int, wait: float) -> _Fill:
     """The best depths for a step that waits so long.
 
-    Places are taken by falling chance while they raise the rate. As the step's cost is a straight line, the rate falls
-    from the first one on that does not, so this is the best of all choices.
+    Places are taken by falling chance, of those drafts that there are, while they raise the rate. As the step's cost is
+    a straight line, the rate falls from the first one on that does not, so this is the best of all choices.
     """
     depths = [0] * len(prospects)
     tokens = float(len(prospects))
     seconds = cost.at(tokens)
-    heap = [(-_chance(p, 0, wait), i) for i, p in enumerate(prospects)]
+    heap = [(*_place(p, 0, wait), i) for i, p in enumerate(prospects)]
     heapq.heapify(heap)
     for _ in range(room if heap else 0):
-        negative, i = heap[0]
+        negative, there, i = heap[0]
         if -negative < HOPELESS or -negative * (seconds + wait) <= tokens * cost.slope:
             break
-        tokens -= negative
-        seconds += cost.slope
+        tokens -= negative * there
+        seconds += cost.slope * there
         depths[i] += 1
-        heapq.heapreplace(heap, (-_chance(prospects[i], depths[i], wait), i))
+        heapq.heapreplace(heap, (*_place(prospects[i], depths[i], wait), i))
     return _Fill(depths, tokens, seconds, tokens / (seconds + wait))
 
 
-def _chance(prospect: Prospect, place: int, wait: float) -> float:
-    """From whichever is better: the drafts here, or those that are here after `wait`."""
+def _place(prospect: Prospect, place: int, wait: float) -> tuple[float, float]:
+    """Minus the chance of the draft there, if there is one, and how likely there is: of those that are here, or of
+    those that are here after `wait`, whichever bring more."""
     held = prospect.held[place] if place < len(prospect.held) else 0.0
-    if place < len(prospect.asked) and prospect.arrival[place] <= wait:
-        return max(held, prospect.asked[place])
-    return held
+    if place < len(prospect.asked) and prospect.arrival[place] <= wait and prospect.asked[place] > held:
+        there = prospect.coming[place] if prospect.coming else 1.0
+        return -prospect.asked[place] / max(there, 1e-9), there
+    return -held, 1.0

@@ -13,6 +13,7 @@ from shared.messages import Beat, DraftItem
 PAUSE = 4  # steps; doubled with every ask that is lost in a row
 MAX_PAUSE = 256
 COMMON_MEMORY = 64.0
+LEAST = 0.1  # chance that a draft must have to be worth checking, where it is not known what that costs
 UNREAD = 128
 """A drafter that has to read more tokens than that before it can answer is not waited for."""
 
@@ -21,13 +22,14 @@ UNREAD = 128
 class Ask:
     """What a drafter is asked in one message. `awaited`: the step waits for the answer, else it goes on meanwhile.
 
-    `paid`: the answer's time counts against what asking on suspicion may cost.
+    `paid`: the answer's time counts against what asking on suspicion may cost. `least`: see `DraftAsk`.
     """
 
     drafter: str
     items: list[DraftItem]
     awaited: bool
     paid: bool = False
+    least: float = LEAST
 
     @property
     def depth(self) -> int:
@@ -53,7 +55,7 @@ class DrafterState:
     """
 
     trip: Line = field(default_factory=lambda: Line(TRIP))
-    """Seconds from ask to answer, by the depth asked for."""
+    """Seconds from ask to answer, by the drafts of the longest of it."""
     in_time: float = 1.0
     """Share of answers, of late, that came while they were awaited, or would have."""
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(COMMON_MEMORY))
@@ -64,13 +66,14 @@ class DrafterState:
     pause: int = 0
     resume_at: int = 0
 
-    def answered(self, ask: Ask, seconds: float, in_time: bool) -> None:
+    def answered(self, ask: Ask, drafts: int, seconds: float, in_time: bool) -> None:
+        """`drafts`: of one sequence, at most."""
         self.closed(ask)
         self.doubted, self.pause, self.resume_at = False, 0, 0
         if ask.told > UNREAD:
             return  # says nothing of what comes after it
         self.in_time += (float(in_time) - self.in_time) / 8.0
-        self.trip.see(float(ask.depth), max(seconds, 1e-9))
+        self.trip.see(float(max(drafts, 1)), max(seconds, 1e-9))
 
     def lost(self, ask: Ask, step: int) -> None:
         self.closed(ask)
@@ -89,7 +92,7 @@ class DrafterState:
         return False not in self.open and not (self.doubted and self.open) and step >= self.resume_at
 
     def arrivals(self, depth: int, in_vain: float) -> Seq[float]:
-        """Seconds that a step waits, on average, if it asks for 1, 2, … `depth` drafts; `in_vain` if none come."""
+        """Seconds that a step waits, on average, if 1, 2, … `depth` drafts come; `in_vain` if the answer is late."""
         late = (1.0 - self.in_time) * in_vain
         return [late + self.in_time * max(self.trip.at(float(k)), 0.0) for k in range(1, depth + 1)]
 

@@ -93,6 +93,7 @@ class Drafting:
         message = DraftAsk(
             worker=self._worker,
             wait_ms=min(max(wait_s * 1e3, 0.1), 60_000.0),
+            least=ask.least,
             items=ask.items,
             ended=self.book.take_ended(ask.drafter),
         )

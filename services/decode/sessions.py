@@ -13,12 +13,18 @@ MAX_PAUSE = 8192
 
 @dataclass(slots=True)
 class Guess:
-    """An answer: `tokens` may follow the first `position`; `right` of them came true so far."""
+    """An answer: `tokens` may follow the first `position`; `right` of them came true so far.
+
+    `chances`: of each, in the drafter's own opinion; empty if it has none. `whole`: as many as were asked for, so
+    that there might have been more.
+    """
 
     drafter: str
     source: str
     position: int
     tokens: tuple[int, ...]
+    chances: tuple[float, ...] = ()
+    whole: bool = True
     right: int = 0
 
     @property
@@ -52,7 +58,9 @@ class Session:
         """Of those."""
         if self.guess is None:
             return Prospect()
-        return Prospect(self.acceptance.held(self.guess.source, self.guess.right, self.held(room)))
+        guess = self.guess
+        said = guess.chances[guess.right :]
+        return Prospect(self.acceptance.held(guess.source, guess.right, self.held(room), said))
 
     def follow(self, tokens: list[int]) -> None:
         """Compare the guess with what came, whether it was verified in a step or not; keep what may still come true."""
@@ -61,7 +69,8 @@ class Session:
             return
         for token in tokens[guess.position + guess.right : guess.position + len(guess.tokens)]:
             hit = token == guess.left[0]
-            self.acceptance.see(guess.source, guess.right, hit)
+            said = guess.chances[guess.right] if guess.chances else None
+            self.acceptance.see(guess.source, guess.right, hit, said)
             if not guess.right:
                 self.encourage(hit)
             if not hit:
@@ -69,6 +78,8 @@ class Session:
                 return
             guess.right += 1
         if not guess.left:
+            if not guess.whole:
+                self.acceptance.ended(guess.source)
             self.guess = None
 
     def unknown(self, base: int, step: int) -> None:

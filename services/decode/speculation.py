@@ -3,7 +3,7 @@
 Every sequence has its own expectation of what drafts bring it (`depth.Acceptance`), learned by comparing what was
 guessed with the tokens that came, whether the guess was verified in a step or not. Where drafting does not pay, nobody
 waits and nothing is verified; but now and then the drafter is asked beside a step that runs anyway, and its guess
-compared: that costs nothing but the drafter's own time, which is kept to `PROBE_SHARE`.
+compared: that costs nothing but the drafter's own time, which is kept to a `ProbeBudget`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from services.decode.costs import StepCosts
-from services.decode.depth import NOTHING, Acceptance, Prospect, allot
-from services.decode.drafters import UNREAD, Ask, DrafterState
+from services.decode.depth import HOPELESS, NOTHING, Acceptance, Prospect, allot
+from services.decode.drafters import LEAST, UNREAD, Ask, DrafterState
+from services.decode.probing import FREE_PROBES, PROBE_DEPTH, ProbeBudget
 from services.decode.sequence import Sequence
 from services.decode.sessions import Guess, Session
 from shared.messages import MAX_BATCH, MAX_SESSION_TOKENS, Draft, DraftItem
@@ -22,11 +23,6 @@ from shared.peers import rendezvous
 MEMORY = 10.0  # answers that a sequence's expectation remembers
 MAX_TOLD = 32_768  # tokens in one ask
 MAX_STATES = 512 << 10  # bytes of hidden states in one ask; of sequences beyond that none are told
-PROBE_DEPTH = 4
-PROBE_SHARE = 0.015
-"""Of the time of steps, so much may drafters spend on asks that nobody waits for: they may share the cores."""
-FREE_PROBES = 3  # the first ones of a drafter: it must show itself
-MAX_DEBT = 5.0  # steps' time that such asks may have cost beyond their share: no longer break than 250 steps
 
 
 class DraftBook:
@@ -50,7 +46,8 @@ class DraftBook:
         self._drafters: dict[str, DrafterState] = {}
         self._readers: Collection[str] = ()
         self._ended: dict[str, list[str]] = {}
-        self._credit = 0.0
+        self._states = MAX_STATES
+        self._budget = ProbeBudget()
         self._disturbed = False
         """A drafter may be at work beside the coming step, which tells nothing of what a step costs then."""
         self._step = 0
@@ -61,7 +58,7 @@ class DraftBook:
         """A step of generating sequences only took so long, for one position each and all their drafts."""
         if not self._disturbed:
             self._costs.see(sequences, positions, seconds)
-        self._credit = min(max(self._credit, -MAX_DEBT * seconds) + PROBE_SHARE * seconds, 0.0)
+        self._budget.step(seconds)
 
     def plan(
         self, sequences: Seq[Sequence], drafters: Seq[str], readers: Collection[str] = ()
@@ -94,7 +91,8 @@ class DraftBook:
             session = self._sessions[sequence.id]
             if depth > self._held(sequence) and self._may_wait(sequence) and self._fits_in(sequence, items):
                 items.setdefault(session.drafter, []).append(self._item(sequence, depth, items))
-        return [self._open(Ask(d, asked, awaited=True)) for d, asked in items.items()], wait
+        least = self._least(len(sequences))
+        return [self._open(Ask(d, asked, awaited=True, least=least)) for d, asked in items.items()], wait
 
     def probes(self, sequences: Iterable[Sequence]) -> list[Ask]:
         """What to ask beside the next step, for those that have no drafts and may want some. Nobody waits for it."""
@@ -107,7 +105,7 @@ class DraftBook:
             due_at = max(session.probe_at, session.resume_at)
             if drafter is None or self._step < due_at or not drafter.may_probe(self._step):
                 continue
-            if self._credit < 0 and drafter.trip.seen > FREE_PROBES and not self._to_be_read(sequence):
+            if self._budget.spent and drafter.trip.seen > FREE_PROBES and not self._to_be_read(sequence):
                 continue
             if not self._adaptive and not drafter.doubted:
                 continue
@@ -117,7 +115,7 @@ class DraftBook:
             item = self._item(sequence, min(PROBE_DEPTH, self._room(sequence)), items)
             items.setdefault(session.drafter, []).append(item)
         self._disturbed = bool(items) or any(drafter.open for drafter in self._drafters.values())
-        paid = self._credit >= 0
+        paid = not self._budget.spent
         return [self._open(Ask(d, asked, awaited=False, paid=paid)) for d, asked in items.items()]
 
     def settle(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, str]]:
@@ -144,6 +142,13 @@ class DraftBook:
                 out.append((sequence, f"{guess.drafter}:{guess.source}"))
         return out
 
+    def _least(self, sequences: int) -> float:
+        """Chance of a draft that pays for checking it: what a position costs, in tokens that a step would bring."""
+        cost = self._costs.line(sequences)
+        if cost is None or not self._adaptive:
+            return LEAST if self._adaptive else 0.0
+        return min(max(sequences * cost.slope / max(cost.at(float(sequences)), 1e-9), HOPELESS), 1.0)
+
     def _spare(self, sequences: Seq[Sequence]) -> int:
         return max(self._step_tokens - len(sequences), 0)
 
@@ -161,8 +166,9 @@ class DraftBook:
         if session.drafter not in arrivals or not self._may_wait(sequence):
             return here
         in_time = self._drafters[session.drafter].in_time
-        asked = [in_time * chance for chance in session.acceptance.asked(room)]
-        return Prospect(here.held, asked, arrivals[session.drafter][:room])
+        right, coming = session.acceptance.asked(room)
+        asked, coming = [in_time * chance for chance in right], [in_time * chance for chance in coming]
+        return Prospect(here.held, asked, arrivals[session.drafter][:room], coming)
 
     def _may_wait(self, sequence: Sequence) -> bool:
         session = self._sessions[sequence.id]
@@ -178,7 +184,8 @@ class DraftBook:
         if len(sequence.tokens) - session.told <= UNREAD or drafter.doubted or not drafter.trip.seen or cost is None:
             return False
         arrivals = drafter.arrivals(self.depth, min(self._longest_wait, cost.at(1.0)))
-        prospect = Prospect((), session.acceptance.asked(self.depth), arrivals)
+        right, coming = session.acceptance.asked(self.depth)
+        prospect = Prospect((), right, arrivals, coming)
         return bool(allot([prospect], cost, self.depth, self._longest_wait).depths[0])
 
     # Sessions
@@ -205,13 +212,14 @@ class DraftBook:
         """Of an ask that has `items` already."""
         session = self._sessions[sequence.id]
         told = sum(len(item.hidden) for item in items.get(session.drafter, ()))
-        reads = session.drafter in self._readers and told + len(sequence.hidden) <= MAX_STATES
+        reads = session.drafter in self._readers and told + len(sequence.hidden) <= self._states
         base, session.told = session.told, len(sequence.tokens)
         return DraftItem(
             session=sequence.id,
             base=base,
             token_ids=sequence.tokens[base:],
             k=k,
+            more=self._room(sequence) - k,
             sampling=sequence.sampling.model_copy(update={"seed": sequence.seed}),
             prompt_len=sequence.prompt_len,
             salt=sequence.lineage.salt,
@@ -248,12 +256,15 @@ class DraftBook:
             drafter.lost(ask, self._step)
 
     def unsent(self, ask: Ask) -> None:
-        """The bus takes no message so large: the next does without its largest item. The drafter has heard nothing."""
+        """The bus takes no message so large: the next has fewer hidden states, or does without its largest item. The
+        drafter has heard nothing."""
         if (drafter := self._drafters.get(ask.drafter)) is not None:
             drafter.closed(ask)
+        states = sum(len(item.hidden) for item in ask.items)
+        self._states = states // 2
         for item, session in self._closed(ask):
             session.told = min(session.told, item.base)
-            if item is ask.largest:
+            if item is ask.largest and not states:
                 session.refuse(self._step)
 
     def answered(self, ask: Ask, drafts: Iterable[Draft], unknown: Iterable[str], seconds: float) -> int:
@@ -262,12 +273,12 @@ class DraftBook:
         `seconds`: how long it took. What comes true of a late one is no use to verify any more, but tells how good the
         drafter is; what is left beyond that is as good as new.
         """
-        drafter = self._drafters.get(ask.drafter)
+        drafter, drafts = self._drafters.get(ask.drafter), list(drafts)
         if drafter is not None:
             in_time = seconds <= self._longest_wait and not (ask.awaited and drafter.doubted)
-            drafter.answered(ask, seconds, in_time)
+            drafter.answered(ask, max((len(d.token_ids) for d in drafts), default=0), seconds, in_time)
         if ask.paid:
-            self._credit -= seconds
+            self._budget.spend(seconds)
         asked = {i.session: i for i in ask.items}
         missing = set(unknown)
         for item, session in self._closed(ask):
@@ -278,8 +289,7 @@ class DraftBook:
             if draft.session not in asked or not self._fits(draft, asked[draft.session]):
                 ignored += 1
             elif draft.token_ids:
-                del asked[draft.session]
-                ignored += not self._take(ask.drafter, draft)
+                ignored += not self._take(ask.drafter, draft, asked.pop(draft.session).k)
         for name, item in asked.items():
             if name not in missing and len(item.token_ids) <= UNREAD:  # else it was busy reading
                 self._nothing(name)
@@ -297,7 +307,7 @@ class DraftBook:
         """Whether it continues what was asked about, with tokens that exist."""
         return draft.position == item.base + len(item.token_ids) and all(t < self._vocab for t in draft.token_ids)
 
-    def _take(self, drafter: str, draft: Draft) -> bool:
+    def _take(self, drafter: str, draft: Draft, wanted: int) -> bool:
         """False for one about another sequence of that name: an id may be used again before a late answer comes."""
         session = self._sessions.get(draft.session)
         if session is None:
@@ -306,7 +316,8 @@ class DraftBook:
             return False
         session.acceptance.answered(draft.source)
         session.refused = 0
-        session.guess = Guess(drafter, draft.source, draft.position, tuple(draft.token_ids[: self.depth]))
+        tokens, chances = tuple(draft.token_ids[: self.depth]), tuple(draft.chances[: self.depth])
+        session.guess = Guess(drafter, draft.source, draft.position, tokens, chances, len(tokens) == wanted)
         return True
 
     def _nothing(self, name: str) -> None:

@@ -28,13 +28,19 @@ class Ask:
     drafts: list[Draft] = field(default_factory=list)
     open: dict[Wish, tuple[Continuation, int]] = field(default_factory=dict)
 
-    def answer(self, wish: Wish, source: str, tokens: tuple[int, ...], kinds: tuple[int, ...]) -> None:
+    def answer(
+        self, wish: Wish, source: str, tokens: tuple[int, ...], kinds: tuple[int, ...], chances: list[float]
+    ) -> None:
+        """`kinds` and `chances` of each token: see `record` and `Draft`."""
         self.open.pop(wish, None)
         if not tokens:
             return
         session = wish.session
         session.guess = Guess(source, wish.length, tokens, kinds)
-        self.drafts.append(Draft(session=session.key[1], position=wish.length, token_ids=list(tokens), source=source))
+        draft = Draft(
+            session=session.key[1], position=wish.length, token_ids=list(tokens), source=source, chances=chances
+        )
+        self.drafts.append(draft)
 
     def message(self, worker: str) -> Drafts:
         return Drafts(worker=worker, drafts=self.drafts, unknown=self.unknown)

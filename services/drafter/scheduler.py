@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 PASSES = 64  # wishes passed over before the model is tried again
 MAX_PASSES = 4096
+CHEAP_PASSES, CHEAP_MAX_PASSES = 32, 512
 TRIAL = 12  # wishes of one trial
 BACKGROUND = 0.5
 MAX_ASKERS = 256
@@ -68,11 +69,18 @@ class Trials:
     """When a model that did not pay is tried again: ever more seldom while it goes on not paying."""
 
     passed: int = 0
-    interval: int = PASSES
     left: int = 0
+    least: int = PASSES
+    most: int = MAX_PASSES
+    interval: int = PASSES
+
+    @classmethod
+    def cheap(cls) -> Trials:
+        """Of a source that is no burden to anybody while it is not asked, and hardly one when it is."""
+        return cls(least=CHEAP_PASSES, most=CHEAP_MAX_PASSES, interval=CHEAP_PASSES)
 
     def paid(self) -> None:
-        self.passed, self.interval, self.left = 0, PASSES, 0
+        self.passed, self.interval, self.left = 0, self.least, 0
 
     def due(self) -> bool:
         """One wish is passed over; True if it is to be drafted for nevertheless."""
@@ -82,7 +90,7 @@ class Trials:
         self.passed += 1
         if self.passed >= self.interval:
             self.passed, self.left = 0, TRIAL
-            self.interval = min(self.interval * 2, MAX_PASSES)
+            self.interval = min(self.interval * 2, self.most)
         return False
 
 

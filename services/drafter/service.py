@@ -60,7 +60,7 @@ class DrafterWorker(Actor):
         self._sessions = SessionTable(settings.session_tokens)
         self._records = {source.name: source.record for source in (suffix, model) if source}
         self._askers = Askers()
-        self._trials = Trials()
+        self._trials = Trials() if model is None or model.works_ahead else Trials.cheap()
         self._pending: list[Ask] = []
         self._to_step = anyio.Event()
         self._to_index = anyio.Event()
@@ -121,7 +121,9 @@ class DrafterWorker(Actor):
                 continue
             self._learn(session)
             hidden = self._hidden(item)
-            ask.wishes.append(Wish(session, session.tokens, len(session.tokens), item.k, item.sampling, hidden))
+            length, more = len(session.tokens), item.more
+            wish = Wish(session, session.tokens, length, item.k, item.sampling, hidden, asked.least, more)
+            ask.wishes.append(wish)
 
     def _update(self, worker: str, item: DraftItem, now: float) -> Session | None:
         """The session as it is told now; a session told what cannot be is dropped."""
@@ -174,11 +176,11 @@ class DrafterWorker(Actor):
         for index, (wish, option) in enumerate(zip(ask.wishes, options, strict=True)):
             if depths[index]:
                 self._trials.paid()
-            elif worth_working(option, asker_s=asker_s, step_s=model.step_s):
+            elif model.works_ahead and worth_working(option, asker_s=asker_s, step_s=model.step_s):
                 model.want(wish, 0)
             elif option.model and self._trials.due():
                 model.want(wish, 0)
-                depths[index] = option.depth(int(budget_s / model.step_s))
+                depths[index] = option.depth(max(int(budget_s / model.step_s), 1))
                 quick[index] = replace(quick[index], expected=0.0)
         return depths
 
@@ -189,14 +191,17 @@ class DrafterWorker(Actor):
         """Answer with what promises more by now: what was found, or of the model's guesses those up to `depth`."""
         guesses = self._of_target(self._model.ready(wish)[:depth]) if self._model and depth else []
         if self._model and guesses and self._model.expected(wish)[len(guesses) - 1] > found.expected:
-            kinds = self._model.kinds(wish, len(guesses))
-            ask.answer(wish, self._model.name, tuple(guesses), kinds)
-            self.counters[f"drafted_{self._model.name}"] += len(guesses)
+            self._reply(ask, wish, self._model.name, guesses, self._model.kinds(wish, len(guesses)))
         else:
-            ask.answer(wish, SuffixSource.name, found.token_ids, found.kinds)
-            self.counters["drafted_suffix"] += len(found.token_ids)
+            self._reply(ask, wish, SuffixSource.name, found.token_ids, found.kinds)
         if self._model and depth:
             self._model.answered(wish)
+
+    def _reply(self, ask: Ask, wish: Wish, source: str, tokens: Sequence[int], kinds: Sequence[int]) -> None:
+        fit = wish.session.fits[source]
+        chances = [self._records[source].chance(kind, fit) for kind in kinds]
+        ask.answer(wish, source, tuple(tokens), tuple(kinds), chances)
+        self.counters[f"drafted_{source}"] += len(tokens)
 
     def _of_target(self, guesses: Sequence[int]) -> list[int]:
         """Those before the first id that the target does not have: a draft model may have more."""

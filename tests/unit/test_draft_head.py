@@ -1,33 +1,26 @@
-"""The draft head against plain float32, what it chooses, and releases that are not what they should be."""
+"""The draft head against plain float32, and what it chooses."""
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from services.drafter.__main__ import build_source
-from services.drafter.config import DrafterSettings
-from shared import drafters
-from shared.engine import draft_head, draft_release, int8_linear
+from shared.engine import draft_head, int8_linear
 from shared.engine.base import BadSpans
 from shared.engine.draft_head import DraftHead
-from shared.errors import ConfigError, InvalidField, ModelError
+from shared.errors import InvalidField
 from shared.messages import Sampling
 from shared.sampling.adjustments import Adjustments
 from shared.sampling.among import CONTENDERS
 from shared.sampling.params import Row
 from shared.sampling.sampler import sample
 from tests import draft_release as made
-from tests.ruined_model import write_ascii_tokenizer
-from tests.tiny_models import ARCHITECTURES, write
 
 HIDDEN, WINDOW, WIDTH, VOCAB, PROPOSABLE = 32, 3, 40, 700, 400
 GREEDY = Sampling(temperature=0.0)
@@ -35,10 +28,7 @@ GREEDY = Sampling(temperature=0.0)
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    write(folder, {**ARCHITECTURES["llama"], "vocab_size": VOCAB})
-    write_ascii_tokenizer(folder)
-    return folder
+    return made.write_target(tmp_path_factory.mktemp("target"), vocab=VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +174,15 @@ def test_choices_are_those_of_the_sampler_over_the_whole_vocabulary(head: DraftH
         assert chance == pytest.approx(float((logits / 0.7).softmax(-1)[token]), rel=0.02)
 
 
-def test_tokens_are_only_those_that_it_has(head: DraftHead, tensors: dict[str, Tensor]) -> None:
-    count, known = 64, set(tensors["vocabulary"].tolist())
+def test_what_is_drawn_is_among_the_contenders(head: DraftHead, plain: Plain) -> None:
+    """So hot that each token is as likely as any other."""
+    count = 64
     given = head.start(states(count, seed=2))
-    for sampling in (GREEDY, Sampling(temperature=100.0)):
-        tokens, _, _ = head.step(given, [(1, 2, 3)] * count, rows(*[sampling] * count))
-        assert set(tokens) <= known
-    assert CONTENDERS < PROPOSABLE, "or this does not reach beyond them"
+    ranked = [plain.step(feature, (1, 2, 3))[1].argsort(descending=True).tolist() for feature in given.cpu()]
+    tokens, _, _ = head.step(given, [(1, 2, 3)] * count, rows(*[Sampling(temperature=100.0)] * count))
+    ranks = sorted(order.index(token) for order, token in zip(ranked, tokens, strict=True))
+    assert CONTENDERS * 0.9 < ranks[-1] < CONTENDERS + 4, "8-bit activations may change the order of neighbours"
+    assert ranks[0] < CONTENDERS * 0.1 and CONTENDERS + 4 < PROPOSABLE
 
 
 @pytest.mark.parametrize(
@@ -230,148 +222,5 @@ def test_a_token_that_the_target_does_not_have(head: DraftHead) -> None:
 
 def test_facts(head: DraftHead) -> None:
     info = head.info
-    assert (info.hidden_size, info.window, info.vocab_size, info.proposable) == (HIDDEN, WINDOW, VOCAB, PROPOSABLE)
+    assert (info.hidden_size, info.window, info.vocab_size) == (HIDDEN, WINDOW, VOCAB)
     assert (info.name, set(info.eos_ids)) == ("tiny", {2})
-
-
-# Releases
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("kind", "llama"), ("format", 2), ("format", "1"), ("target", None), ("target.fingerprint", 7),
-        ("target.vocabulary", None), ("hidden_size", 0), ("hidden_size", 1 << 20), ("hidden_size", 32.0), ("window", 0),
-        ("window", 10**9), ("width", -1), ("width", 10**12), ("proposable", 0), ("proposable", 10**18),
-        ("vocab_size", 10**10), ("vocab_size", True), ("rms_norm_eps", 0.0), ("rms_norm_eps", float("nan")),
-        ("rms_norm_eps", None),
-    ],
-)  # fmt: skip
-def test_a_configuration_that_is_wrong_is_named(
-    release: Path, target: Path, tmp_path: Path, field: str, value: object
-) -> None:
-    config: dict[str, Any] = json.loads((release / "config.json").read_text())
-    first, _, second = field.partition(".")
-    if second:
-        config[first][second] = value
-    else:
-        config[first] = value
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError) as caught:
-        DraftHead.load(tmp_path, target)
-    assert caught.value.field == field
-
-
-Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-
-
-def put(name: str, tensor: Tensor) -> Change:
-    return lambda tensors: {**tensors, name: tensor}
-
-
-CHANGES: dict[str, tuple[str, Change]] = {
-    "missing": ("up.weight", lambda tensors: {n: t for n, t in tensors.items() if n != "up.weight"}),
-    "no scale": ("up.weight.scale", lambda tensors: {n: t for n, t in tensors.items() if n != "up.weight.scale"}),
-    "one too many": ("bias", put("bias", torch.zeros(3))),
-    "another norm": ("norms.4.weight", put("norms.4.weight", torch.ones(HIDDEN))),
-    "float matrix": ("down.weight", put("down.weight", torch.zeros(HIDDEN, WIDTH))),
-    "half norm": ("out.weight", put("out.weight", torch.ones(HIDDEN).half())),
-    "turned": ("down.weight", put("down.weight", torch.zeros(WIDTH, HIDDEN, dtype=torch.int8))),
-    "flat": ("out.weight", put("out.weight", torch.ones(1, HIDDEN))),
-    "long ids": ("vocabulary", put("vocabulary", torch.arange(PROPOSABLE))),
-    "id too large": ("vocabulary", put("vocabulary", torch.arange(VOCAB - PROPOSABLE + 1, VOCAB + 1).int())),
-    "negative id": ("vocabulary", put("vocabulary", torch.arange(-1, PROPOSABLE - 1).int())),
-    "id twice": ("vocabulary", put("vocabulary", torch.zeros(PROPOSABLE, dtype=torch.int32))),
-    "not a number": ("norms.1.weight", put("norms.1.weight", torch.full((HIDDEN,), torch.nan))),
-    "infinite": ("head.weight.scale", put("head.weight.scale", torch.full((PROPOSABLE,), torch.inf))),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_tensor_that_is_wrong_is_named(
-    tensors: dict[str, Tensor], release: Path, target: Path, tmp_path: Path, change: str
-) -> None:
-    name, changed = CHANGES[change]
-    (tmp_path / "config.json").write_bytes((release / "config.json").read_bytes())
-    save_file(changed(tensors), tmp_path / "model.safetensors")
-    with pytest.raises(ModelError) as caught:
-        DraftHead.load(tmp_path, target)
-    assert caught.value.field == name
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\xff" * 64, struct.pack("<Q", 1 << 60) + b"{}"])
-def test_a_file_that_is_none(release: Path, target: Path, tmp_path: Path, content: bytes | None) -> None:
-    (tmp_path / "config.json").write_bytes((release / "config.json").read_bytes())
-    if content is not None:
-        (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match="cannot be read"):
-        DraftHead.load(tmp_path, target)
-
-
-def test_sizes_are_compared_before_anything_is_read(release: Path, target: Path, tmp_path: Path) -> None:
-    """What config.json announces would be terabytes."""
-    config = json.loads((release / "config.json").read_text())
-    config |= {"hidden_size": 32_768, "window": 64, "width": 65_536, "proposable": 1 << 22, "vocab_size": 1 << 22}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes((release / "model.safetensors").read_bytes())
-    with pytest.raises(ModelError, match="not "):
-        DraftHead.load(tmp_path, target)
-
-
-@pytest.mark.parametrize("what", ["fingerprint", "vocabulary"])
-def test_a_head_for_another_target_is_refused(release: Path, target: Path, tmp_path: Path, what: str) -> None:
-    config = json.loads((release / "config.json").read_text())
-    config["target"][what] = "0" * 64
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=f"is for tiny, whose {what} is 000000000000, not") as caught:
-        DraftHead.load(tmp_path, target)
-    assert caught.value.field == "drafter_model"
-
-
-def test_embeddings_that_do_not_fit(release: Path, target: Path, tmp_path: Path) -> None:
-    about = draft_release.about(release)
-    save_file({"model.embed_tokens.weight": torch.zeros(VOCAB - 1, HIDDEN)}, tmp_path / "a.safetensors")
-    with pytest.raises(ModelError, match=r"\(699, 32\), a draft head's target has \(700, 32\)"):
-        draft_release.embedding(tmp_path, about)
-    save_file({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, tmp_path / "a.safetensors")
-    with pytest.raises(ModelError, match=r"no embed_tokens\.weight"):
-        draft_release.embedding(tmp_path, about)
-    assert draft_release.embedding(target, about).shape == (VOCAB, HIDDEN)
-
-
-# Names
-
-
-def test_what_a_name_means(release: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drafters.find(str(release), target) == release.resolve()
-    assert not drafters.needs_weights(str(release))
-    assert drafters.find(str(target), target) is None
-    assert drafters.needs_weights(str(target)) and drafters.needs_weights("some/model")
-    monkeypatch.setattr(drafters, "HOME", tmp_path)
-    assert drafters.find("", target) is None
-    with pytest.raises(ConfigError, match="comes with Trine") as caught:
-        drafters.find("shipped", target)
-    assert caught.value.field == "drafter_model"
-    for name, fingerprint in (("another", "0" * 64), ("ours", None)):
-        config = json.loads((release / "config.json").read_text())
-        config["target"]["fingerprint"] = fingerprint or config["target"]["fingerprint"]
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    assert drafters.find("", target) == drafters.find("shipped", target) == tmp_path / "ours"
-    (tmp_path / "ours" / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"target\.fingerprint is missing"):
-        drafters.find("", target)
-
-
-def test_a_drafter_takes_the_head_that_is_named_or_comes_with_trine(
-    release: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def built(source: Literal["auto", "model", "suffix"], name: str) -> str | None:
-        found = build_source(DrafterSettings(draft_source=source, drafter_model=name, threads=1), target, "any")
-        return found.name if found else None
-
-    monkeypatch.setattr(drafters, "HOME", tmp_path)
-    assert (built("auto", ""), built("auto", str(release)), built("suffix", str(release))) == (None, "head", None)
-    (tmp_path / "ours").symlink_to(release)
-    assert (built("auto", ""), built("model", ""), built("auto", "shipped")) == ("head", "head", "head")
-    assert built("suffix", "") is None

@@ -114,9 +114,9 @@ def test_without_a_hidden_state_there_is_no_room() -> None:
 
 
 def test_a_chain_ends_where_the_next_guess_would_hardly_be_reached() -> None:
-    head = FakeHead(likely=0.35)
+    head = FakeHead(likely=0.45)
     source, one = HeadSource(head), session(prompt(10))
-    chances = [PRIORS[kind_of(0.35, depth)] for depth in range(3)]
+    chances = [PRIORS[kind_of(0.45, depth)] for depth in range(3)]
     assert chances[0] * chances[1] > 0.1 > chances[0] * chances[1] * chances[2]
     assert draft(source, wish(one, k=8)) == [completion(one.tokens, 2)]
     head.likely = 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from services.drafter.record import Guess
 from services.drafter.sessions import Session
 from services.drafter.sources.base import Wish
-from services.drafter.sources.continuation import KINDS, MIN_CHANCE, PRIORS, Text, continuation, kind_of
+from services.drafter.sources.continuation import KINDS, PRIORS, Text, continuation, kind_of
 from services.drafter.sources.history import History
 from services.drafter.sources.suffix import AT_ONCE, PIECE, SuffixSource
 from services.drafter.sources.suffix_index import BREAK, CANDIDATES, ENOUGH, GRAMS, LONGEST, Match, SuffixIndex
@@ -103,7 +104,7 @@ class TestContinuation:
         index = SuffixIndex(tokens)
         index.follow(len(tokens))
         found = index.matches(tokens[-LONGEST:], len(tokens))
-        return continuation(Text(tokens, len(tokens), loops=True), found, k, PRIORS.__getitem__).token_ids
+        return continuation(Text(tokens, len(tokens), loops=True), found, k, PRIORS.__getitem__, 0.1).token_ids
 
     def test_the_longest_match_counts_more_than_many_short_ones(self) -> None:
         tokens = [*[9, 3, 60] * 6, 1, 2, 5, 6, 3, 50, 51, 52, 8, 8, 1, 2, 5, 6, 3]
@@ -137,8 +138,8 @@ class TestContinuation:
         index.follow(len(tokens))
         found = index.matches(tokens[-LONGEST:], len(tokens))
         for trust, token in ((0.9, 60), (0.1, 50)):
-            chance = {kind_of(4, 1, 1): trust}
-            path = continuation(Text(tokens, len(tokens), loops=True), found, 1, lambda k, c=chance: c.get(k, 0.5))  # type: ignore[misc]
+            chance = defaultdict(lambda: 0.5, {kind_of(4, 1, 1): trust})
+            path = continuation(Text(tokens, len(tokens), loops=True), found, 1, chance.__getitem__, 0.1)
             assert path.token_ids == (token,)
 
     @given(texts, st.integers(1, 10))
@@ -146,12 +147,12 @@ class TestContinuation:
         index = SuffixIndex(tokens)
         index.follow(len(tokens))
         found = index.matches(tokens[-LONGEST:], len(tokens))
-        path = continuation(Text(tokens, len(tokens), loops=True), found, k, PRIORS.__getitem__)
+        path = continuation(Text(tokens, len(tokens), loops=True), found, k, PRIORS.__getitem__, 0.1)
         through, expected = 1.0, 0.0
         for kind in path.kinds:
             through *= PRIORS[kind]
             expected += through
-            assert through >= MIN_CHANCE
+            assert through >= 0.1
         assert path.expected == pytest.approx(expected)
         assert len(path.token_ids) == len(path.kinds) <= k
 

@@ -309,6 +309,31 @@ class TestWhatADrafterCannotHold:
         assert book.settle([small, large]) == [(small, "d:x")]
 
 
+class TestWhatTheDrafterSays:
+    def test_only_likely_drafts_are_checked(self) -> None:
+        """Where a position costs a third of a step, one that comes true half the time pays, one in ten does not."""
+        for chances, checked in (([0.9, 0.9, 0.1, 0.9], 2), ([0.05, 0.9, 0.9, 0.9], 0), ([0.9] * 4, 4)):
+            book, seq = adaptive(), decoding([1, 2, 3], 1000)
+            book.probes([])
+            for positions in (1, 2, 4, 1, 2, 4, 1):
+                book.stepped(1, positions, (30 + 10 * positions) * MS)
+            (asked,) = ask(book, seq)
+            draft = Draft(session="s", position=3, token_ids=[5, 6, 7, 8], source="x", chances=chances)
+            assert book.answered(asked, [draft], [], MS) == 0
+            book.settle([seq])
+            assert len(seq.drafts) == checked
+
+    def test_the_drafter_is_told_what_is_worth_checking(self) -> None:
+        book, seq = adaptive(), decoding([1, 2, 3], 1000)
+        book.probes([])
+        for positions in (1, 2, 4, 1, 2, 4, 1):
+            book.stepped(1, positions, (30 + 10 * positions) * MS)
+        (asked,) = ask(book, seq)
+        assert asked.least == pytest.approx(0.25, abs=0.05)
+        (item,) = asked.items
+        assert item.k + item.more == 4
+
+
 class TestDisturbedSteps:
     """Steps beside which a drafter computes tell nothing of what a step costs."""
 
@@ -385,6 +410,18 @@ class TestHiddenStates:
         beats = [Beat(role="drafter", worker=f"d{size}", hidden_size=size) for size in (0, 4, 8)]
         assert readers(beats, 4) == {"d4"}
         assert readers(beats, 0) == set(), "the engine reports none"
+
+    def test_where_the_bus_takes_no_large_message_there_are_fewer_of_them(self) -> None:
+        book = fixed()
+        sequences = [decoding([1, 2, 3], name=f"s{n}") for n in range(8)]
+        for sequence in sequences:
+            sequence.extend((5,), bytes(100))
+        (asked,) = book.plan(sequences, ["d"], {"d"})[0]
+        assert sum(len(item.hidden) for item in asked.items) == 800
+        book.unsent(asked)
+        (again,) = book.plan(sequences, ["d"], {"d"})[0]
+        assert len(again.items) == 8
+        assert sum(len(item.hidden) for item in again.items) == 400
 
 
 class TestNamesAndLongPrompts:

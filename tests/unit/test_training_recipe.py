@@ -1,8 +1,7 @@
-"""The drafter's recipe, from prompts to a model card, on a random target of a few thousand weights."""
+"""The drafter's recipe: what its data are, and that it goes on where it was, on a tiny target."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,59 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from shared.engine.draft_head import DraftHead as Served
 from shared.errors import ConfigError, ModelError
-from shared.sampling.fields import Sampling
-from shared.sampling.params import Row
 from tests import tiny_models
-from training.drafter import checkpoint, export, features, files, prompts, shards
-from training.drafter.chains import drafted
-from training.drafter.corpus import Corpus
+from tests.tiny_recipe import recipe, talks_of, write_target
+from training.drafter import features, files, prompts, shards
 from training.drafter.files import agree
-from training.drafter.model import DraftHead
 from training.drafter.recipe import Recipe
-from training.drafter.settings import DataSettings, Folders, TrainSettings
-from training.drafter.shards import Conversation
 from training.drafter.target import Target
 from training.drafter.train import Trainer
-from training.drafter.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow
-
-CPU = torch.device("cpu")
-CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A Llama that reads bytes; its chats end turns with token 2, which also ends a text."""
-    folder = tmp_path_factory.mktemp("target")
-    size = {"vocab_size": 260, "max_position_embeddings": 1024, "tie_word_embeddings": True}
-    tiny_models.write(folder, {**tiny_models.ARCHITECTURES["llama"], **size})
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<pad>", "<|im_start|>", "<|im_end|>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(CHAT)
-    return Target.of(folder, "tiny")
-
-
-def recipe(target: Target, out: Path, **changes: Any) -> Recipe:
-    data = DataSettings(target.fingerprint, shard=8, top_k=8, shortest=6, longest=12, context=600, slots=3)
-    training = TrainSettings(
-        target.fingerprint, shards=2, width=24, vocabulary=100, epochs=3, batch=60, learning_rate=3e-3, least=0.01
-    )
-    folders = Folders(out, changes.pop("data", out / "data"))
-    return Recipe(target, folders, data, replace(training, **changes), 2, lambda line: None, checkpoint_s=0.0)
+    return write_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +36,6 @@ def done(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     finished = recipe(target, tmp_path_factory.mktemp("done"))
     finished.run()
     return finished
-
-
-def talks_of(done: Recipe, split: str = "train") -> list[Conversation]:
-    return [talk for i in range(2) for talk in shards.read(done.folders.shard(split, i)).conversations()]
 
 
 def test_recorded_distributions_are_the_targets(target: Target, done: Recipe) -> None:
@@ -181,78 +141,6 @@ def test_finished_stages_are_not_done_again(done: Recipe) -> None:
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def corpus_of(done: Recipe, vocabulary: Vocabulary, split: str = "train") -> Corpus:
-    parts = [shards.read(done.folders.shard(split, i)) for i in range(2)]
-    hidden = [features.mapped(done.folders.hidden(split, i), len(part.scored), 32) for i, part in enumerate(parts)]
-    return Corpus.of([talk for part in parts for talk in part.conversations()], hidden, vocabulary, 2, CPU)
-
-
-def begun(done: Recipe, path: Path, **changes: Any) -> Trainer:
-    settings = replace(done.training, **changes)
-    vocabulary = checkpoint.vocabulary_of(done.folders.checkpoint, 260)
-    corpus = corpus_of(done, vocabulary)
-    head = DraftHead.beginning(done.target, vocabulary, np.ones(32, np.float32), settings)
-    return Trainer(head, corpus, corpus, settings, path)
-
-
-def test_every_epoch_begins_chains_everywhere_once(done: Recipe, tmp_path: Path) -> None:
-    trainer = begun(done, tmp_path / "checkpoint")
-    starts = trainer._corpus.starts.tolist()
-    taken = [trainer._rows(step).tolist() for step in range(trainer.steps)]
-    each = trainer.steps // 3
-    epochs = [taken[i * each : (i + 1) * each] for i in range(3)]
-    assert all(len(rows) == 60 for epoch in epochs for rows in epoch[:-1])
-    assert all(sorted(row for rows in epoch for row in rows) == starts for epoch in epochs) and epochs[0] != epochs[1]
-    assert begun(done, tmp_path / "checkpoint")._rows(each).tolist() == taken[each]
-
-
-def test_a_later_draft_reads_the_guess_and_the_written_token(done: Recipe, tmp_path: Path) -> None:
-    """The loss of chains of three, spelled out position by position."""
-    trainer = begun(done, tmp_path / "checkpoint", least=0.0, unroll=(1.0, 0.5, 0.25), regression=0.0, hard=1.0)
-    head, corpus = trainer._head, trainer._corpus
-    rows = corpus.starts[10:40]
-    total = 0.0
-    for row in rows.tolist():
-        state = corpus.states(np.array([row - 1]))
-        for depth, weight in enumerate((1.0, 0.5, 0.25)):
-            if depth > corpus.left[row]:
-                break
-            state = head(state, corpus.read(np.array([row + depth])))
-            best = int(corpus.ids[row + depth, 0])
-            if best >= 0:
-                total -= weight * float(head.logits(state).log_softmax(1)[0, best].detach())
-    assert float(trainer._loss(rows).detach()) == pytest.approx(total / len(rows), rel=1e-4)
-    assert (corpus.left[rows] < 2).any()
-
-
-def test_chains_that_a_drafter_would_not_follow_end(done: Recipe, tmp_path: Path) -> None:
-    once = begun(done, tmp_path / "checkpoint", unroll=(1.0,))
-    thrice, never = (begun(done, tmp_path / "checkpoint", least=least) for least in (0.0, 1.1))
-    rows = once._corpus.starts[:50]
-    losses = [float(trainer._loss(rows).detach()) for trainer in (once, never, thrice)]
-    assert losses[0] == losses[1] < losses[2]
-
-
-def test_a_frozen_head_stays_the_targets_and_is_taken_up_again(done: Recipe, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    begun(done, path, frozen_head=True, epochs=1).run(lambda line: None)
-    again = begun(done, path, frozen_head=True)
-    rows = done.target.head()[torch.from_numpy(again._head.vocabulary.target_ids).long()]
-    assert torch.equal(again._head.head, rows) and again.progress.step == again.steps // 3
-    before = again._head.state.detach().clone()
-    again._step()
-    assert torch.equal(again._head.head, rows) and not torch.equal(again._head.state, before)
-
-
-def test_training_learns(done: Recipe, tmp_path: Path) -> None:
-    before = begun(done, tmp_path / "checkpoint", least=0.0)
-    after = begun(done, done.folders.checkpoint, least=0.0)
-    rows = before._corpus.starts
-    assert float(after._loss(rows).detach()) < 0.8 * float(before._loss(rows).detach())
-    assert after.progress.step == after.steps == after.progress.history[-1]["step"]
-    assert 0 <= after.progress.history[-1]["agreement_1"] <= 1
-
-
 def test_other_settings_are_refused_by_name(target: Target, done: Recipe) -> None:
     with pytest.raises(ConfigError, match=r"made with epochs = 3, not 4") as refused:
         recipe(target, done.folders.out, epochs=4).run()
@@ -260,85 +148,11 @@ def test_other_settings_are_refused_by_name(target: Target, done: Recipe) -> Non
     agree(done.folders.out / "settings.json", done.training)
 
 
-def trained(done: Recipe) -> DraftHead:
-    vocabulary = checkpoint.vocabulary_of(done.folders.checkpoint, 260)
-    head = DraftHead(done.target, vocabulary, 2, 24)
-    checkpoint.load_model(done.folders.checkpoint, head)
-    return head
-
-
-def test_a_release_is_the_trained_head_up_to_rounding(done: Recipe) -> None:
-    ours, theirs = trained(done), export.read(done.folders.release, done.target)
-    assert (theirs.vocabulary.target_ids == ours.vocabulary.target_ids).all()
-    released = theirs.tensors()
-    for name, weight in ours.tensors().items():
-        step = weight.abs().amax(-1, keepdim=True) / 127 if weight.dim() > 1 else 0.0
-        assert ((weight - released[name]).abs() <= step * 0.5001 + 1e-9).all(), name
-
-
-def test_chains_go_on_while_they_are_true_and_written(done: Recipe) -> None:
-    head = trained(done)
-    corpus = corpus_of(done, head.vocabulary)
-    chains = drafted(head, corpus, 4)
-    stray = 0
-    for row, tried, true in zip(chains.rows.tolist(), chains.tried.tolist(), chains.true.tolist(), strict=True):
-        state, right, count = corpus.states(np.array([row - 1])), 0, 0
-        for at in range(row, min(row + 4, row + int(corpus.left[row]) + 1)):
-            with torch.no_grad():
-                state = head(state, corpus.read(np.array([at])))
-                draft = int(head.logits(state).argmax())
-            count += 1
-            if draft != corpus.ids[at, 0]:
-                break
-            right += 1
-            if draft != corpus.written[at]:
-                stray += 1
-                break
-        assert (tried, true) == (count, right)
-    assert stray and set(chains.true.tolist()) >= {0, 1, 2}
-
-
-def test_the_engines_head_drafts_what_the_recipe_judged(done: Recipe) -> None:
-    """The one that serves, on the files of a release, against the one that was trained."""
-    reference, served = (
-        export.read(done.folders.release, done.target),
-        Served.load(done.folders.release, done.target.folder, threads=torch.get_num_threads()),
-    )
-    corpus = corpus_of(done, reference.vocabulary, "heldout")
-    rows = corpus.starts[:40]
-    state = corpus.states(rows - 1)
-    served_state = served.start([part.half().numpy().tobytes() for part in state])
-    windows = corpus.windows[rows].astype(np.int64)
-    for _ in range(3):
-        with torch.no_grad():
-            state = reference(state, torch.from_numpy(windows))
-            sure, drafts = reference.logits(state).softmax(1).max(1)
-        greedy = [Row(Sampling(temperature=0.0), 0, 9)] * len(rows)
-        tokens, confidence, served_state = served.step(served_state, windows.tolist(), greedy)
-        assert tokens == reference.vocabulary.target_ids[drafts.numpy()].tolist()
-        torch.testing.assert_close(torch.tensor(confidence), sure, atol=1e-3, rtol=1e-2)
-        windows = np.concatenate([np.array(tokens)[:, None], windows[:, :1]], 1)
-
-
-def test_a_release_is_refused_by_another_target(done: Recipe) -> None:
-    with pytest.raises(ModelError, match="the draft head is for tiny"):
-        export.read(done.folders.release, replace(done.target, fingerprint="other"))
-
-
-def test_the_report_and_the_card_say_what_was_found(done: Recipe) -> None:
-    report = json.loads(done.folders.report.read_bytes())
-    everything = report["acceptance"]["all"]
-    assert set(everything["tokens_per_step"]) == {str(k) for k in range(1, 9)}
-    assert report["bytes"] == export.size(done.folders.release) and report["relative_cost"] > 0
-    head = export.read(done.folders.release, done.target)
-    corpus = corpus_of(done, head.vocabulary, "heldout")
-    asked = prompts.read(done.folders.prompts("heldout"), 16)
-    talks = talks_of(done, "heldout")
-    of_row = np.repeat(np.arange(16), [len(talk.scored) for talk in talks])
-    chains = drafted(head, corpus, 8)
-    cold = chains.of(np.array([p.temperature == 0 for p in asked])[of_row[chains.rows]])
-    assert everything["positions"] == len(cold.rows)
-    assert everything["agreement"]["1"] == pytest.approx(float((cold.true >= 1).mean()))
-    assert sum(entry["drafts"] for entry in report["calibration"]["first"]) == len(cold.rows)
-    card = (done.folders.release / "MODEL_CARD.md").read_text()
-    assert f"{everything['agreement']['1']:.1%}" in card and "license: apache-2.0" in card
+def test_held_out_answers_are_as_many_as_the_report_says(done: Recipe) -> None:
+    """Refused at once, before more are made."""
+    before = sorted(path.name for path in done.folders.data.iterdir())
+    with pytest.raises(ConfigError, match=r"report\.json was made with 16 held-out conversations, not 24") as refused:
+        replace(done, heldout=3).run()
+    assert refused.value.field == "heldout"
+    assert sorted(path.name for path in done.folders.data.iterdir()) == before
+    replace(done, heldout=1).run("train")

@@ -69,9 +69,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="folder of prompts and answers, which runs can share (OUT/data)")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the target (%(default)s)")
     parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to do (%(default)s)")
-    parser.add_argument(
-        "--conversations", type=int, default=8064, help="to train on; can be raised later (%(default)s)"
-    )
+    parser.add_argument("--conversations", type=int, default=8064, help="to make and to train on (%(default)s)")
     parser.add_argument("--heldout", type=int, default=384, help="conversations to evaluate on (%(default)s)")
     parser.add_argument(
         "--slots", type=int, default=DataSettings("").slots, help="conversations at a time (%(default)s)"

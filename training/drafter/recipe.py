@@ -22,7 +22,7 @@ from training.drafter.corpus import Corpus
 from training.drafter.cost import relative_cost
 from training.drafter.dialogue import ChatDialogue
 from training.drafter.evaluate import judged
-from training.drafter.files import agree, put, put_json
+from training.drafter.files import agree, put, put_json, read_object
 from training.drafter.generate import Generator
 from training.drafter.model import DraftHead
 from training.drafter.prompts import Prompt, Split
@@ -55,6 +55,8 @@ class Recipe:
         """All stages up to `until`. Raises ConfigError for other settings than before, or when another process works
         in the same folder. Runs may train while another one adds answers to the data that they share."""
         agree(self.folders.data / "settings.json", self.data)
+        if until == "evaluate":
+            self._agree_on_heldout()
         for stage in STAGES[: STAGES.index(until) + 1]:
             if stage == "train":
                 agree(self.folders.out / "settings.json", self.training)
@@ -136,6 +138,17 @@ class Recipe:
     def _splits(self) -> tuple[tuple[Split, int], tuple[Split, int]]:
         """How many files of each; the held-out ones first, so that they are there whenever generating is stopped."""
         return ("heldout", self.heldout), ("train", self.training.shards)
+
+    def _agree_on_heldout(self) -> None:
+        """A report that is there already must be about as many conversations. Raises ConfigError."""
+        path, count = self.folders.report, self.heldout * self.data.shard
+        if not path.exists():
+            return
+        found = read_object(path).get("heldout")
+        made = found.get("conversations") if isinstance(found, dict) else None
+        if made != count:
+            reason = f"was made with {made} held-out conversations, not {count}"
+            raise ConfigError(f"{path} {reason}: give the same number or remove it", field="heldout")
 
     def _asked(self, split: Split, number: int) -> list[Prompt]:
         """Prompts of one file."""

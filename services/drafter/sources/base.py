@@ -13,10 +13,12 @@ from shared.messages import Sampling
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wish:
-    """Up to `k` tokens that may follow the first `length` (at least 1) of `tokens`.
+    """Up to `k` tokens that may follow the first `length` (at least 1) of `tokens`, or `more` beyond them if it is
+    known that they are likely enough.
 
     `tokens` is the session's list at the time of asking. Such a list only grows, so nobody needs a copy of it.
     `hidden`: the target's hidden state at the position before the last of them, float16 little-endian, if known.
+    `least`: a token is not wanted if it is less likely than this that it and those before it are right.
     """
 
     session: Session
@@ -25,6 +27,12 @@ class Wish:
     k: int
     sampling: Sampling
     hidden: bytes = b""
+    least: float = 0.1
+    more: int = 0
+
+    @property
+    def most(self) -> int:
+        return self.k + self.more
 
 
 class StepPlan(Protocol):
@@ -51,6 +59,11 @@ class Stepping(Protocol):
     @property
     def hidden_size(self) -> int:
         """Channels of the hidden states of the target that it reads; 0: it reads none."""
+        ...
+
+    @property
+    def works_ahead(self) -> bool:
+        """It has something to do for later wishes while nobody waits."""
         ...
 
     # At any time

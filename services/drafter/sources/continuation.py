@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 from services.drafter.sources.suffix_index import BREAK, LONGEST, Match
 
-MIN_CHANCE = 0.1
-"""Of a token to be reached and right. Checking a token costs about so much of a step."""
-
 BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, LONGEST)  # match lengths from which on a bucket begins
 SUPPORTS = 4  # one place says so; all of several; most; the largest part
 KINDS = len(BUCKETS) * SUPPORTS
@@ -53,11 +50,16 @@ def kind_of(match: int, votes: int, voters: int) -> int:
     return _BUCKET[min(match, LONGEST)] * SUPPORTS + support
 
 
-def continuation(text: Text, matches: Sequence[Match], k: int, chance: Callable[[int], float]) -> Continuation:
-    """The best path of at most `k` tokens; `matches` the longest first, `chance` of a kind."""
+def continuation(
+    text: Text, matches: Sequence[Match], k: int, chance: Callable[[int], float], least: float
+) -> Continuation:
+    """The best path of at most `k` tokens; `matches` the longest first, `chance` of a kind.
+
+    It ends before a token that is reached and right with less chance than `least`.
+    """
     best = Continuation()
-    for least, count in _levels(matches):
-        path = _path(text, matches[:count], least, k, chance)
+    for same, count in _levels(matches):
+        path = _path(text, matches[:count], same, k, chance, least)
         if path.expected > best.expected:
             best = path
     return best
@@ -75,8 +77,10 @@ def _levels(matches: Sequence[Match]) -> list[tuple[int, int]]:
     return levels
 
 
-def _path(text: Text, matches: Sequence[Match], least: int, k: int, chance: Callable[[int], float]) -> Continuation:
-    """At each step the token that most of the places have next that agree so far."""
+def _path(
+    text: Text, matches: Sequence[Match], same: int, k: int, chance: Callable[[int], float], least: float
+) -> Continuation:
+    """At each step the token that most of the places have next that agree so far. All match in `same` tokens."""
     places = [end for _, end in matches]
     drafts: list[int] = []
     kinds: list[int] = []
@@ -89,9 +93,9 @@ def _path(text: Text, matches: Sequence[Match], least: int, k: int, chance: Call
         if not votes:
             break
         token, agreeing = max(votes.items(), key=lambda vote: len(vote[1]))  # of equal ones that of the best match
-        kind = kind_of(least + depth, len(agreeing), sum(map(len, votes.values())))
+        kind = kind_of(same + depth, len(agreeing), sum(map(len, votes.values())))
         through *= chance(kind)
-        if through < MIN_CHANCE:
+        if through < least:
             break
         drafts.append(token)
         kinds.append(kind)

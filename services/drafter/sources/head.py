@@ -20,7 +20,6 @@ from services.drafter.record import CERTAIN, Fit, Record
 from services.drafter.sessions import Session
 from services.drafter.sources.adjusting import Adjusting
 from services.drafter.sources.base import Wish
-from services.drafter.sources.continuation import MIN_CHANCE
 from shared.engine.base import BadSpans
 from shared.messages import MAX_DRAFT, Sampling
 from shared.sampling.adjustments import Adjustments
@@ -29,11 +28,12 @@ from shared.sampling.params import Row
 LIKELY = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # confidence from which on a bucket begins
 BUCKETS = len(LIKELY) + 1
 DEPTHS = 4  # places in a draft that are told apart, the last for all deeper ones
-_CHANCES = (0.08, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.97)  # to begin with
-_DEEPER = (1.0, 0.95, 0.9, 0.85)
-PRIORS = tuple(chance * deeper for deeper in _DEEPER for chance in _CHANCES)
-REACHED = 0.6  # chance of a guess to be of use, per place, to begin with
+_CHANCES = (0.07, 0.14, 0.2, 0.29, 0.38, 0.47, 0.55, 0.63, 0.74, 0.88, 0.95)  # as measured: a little less than it says
+PRIORS = _CHANCES * DEPTHS
+REACHED = 0.4  # chance of a guess to be of use, per place, to begin with
 SMOOTHING = 0.1
+MOST = 4.0  # a step that took so many times as long as usual counts as if it had been that
+MAX_ROWS = 64  # of a step: bounds its time and memory, whatever is asked at once
 TRIED = 32  # wishes left without a guess, after which one is made nevertheless: it may have got better
 
 
@@ -106,6 +106,7 @@ class HeadSource:
     """One chain per session at most."""
 
     name = "head"
+    works_ahead = False
 
     def __init__(self, head: Head) -> None:
         self.record = Record(PRIORS)
@@ -143,7 +144,7 @@ class HeadSource:
         return bool(self._wishes or self._ended)
 
     def room(self, wish: Wish) -> int:
-        return 0 if not wish.hidden or wish.session in self._barred else wish.k
+        return 0 if not wish.hidden or wish.session in self._barred else wish.most
 
     def reach(self, wish: Wish, depth: int) -> int:
         """All there is room for: it ends where it is not sure enough."""
@@ -165,7 +166,7 @@ class HeadSource:
 
     def ready(self, wish: Wish) -> list[int]:
         chain = self._chains.get(wish.session)
-        return chain.guesses[: wish.k] if chain is not None and chain.wish is wish else []
+        return chain.guesses[: wish.most] if chain is not None and chain.wish is wish else []
 
     def kinds(self, wish: Wish, count: int) -> tuple[int, ...]:
         chain = self._chains.get(wish.session)
@@ -201,7 +202,7 @@ class HeadSource:
         going = [session for session, chain in self._chains.items() if not chain.done]
         if not going:
             return None
-        going = [session for session in going if session in self._suspects][:1] or going
+        going = [session for session in going if session in self._suspects][:1] or going[:MAX_ROWS]
         chains = [self._chains[session] for session in going]
         return Plan(
             tuple(going),
@@ -220,7 +221,8 @@ class HeadSource:
         return list(zip(tokens, likely, following, strict=True)), time.monotonic() - started
 
     def commit(self, plan: Plan, out: Sequence[Guess], seconds: float) -> None:
-        self.step_s += (seconds - self.step_s) * SMOOTHING
+        # A stall of the whole machine is no step: it would be long before another is tried.
+        self.step_s += (min(seconds, MOST * self.step_s) - self.step_s) * SMOOTHING
         self._suspects.difference_update(plan.sessions)
         for session, (token, likely, features) in zip(plan.sessions, out, strict=True):
             chain = self._chains[session]
@@ -260,7 +262,7 @@ class HeadSource:
         """Take a guess in, unless it is hardly worth checking."""
         kind = kind_of(likely, len(chain.guesses))
         through = chain.through * self.record.chance(kind, fit)
-        if through < MIN_CHANCE:
+        if through < chain.wish.least:
             chain.ended = True
             self._without += not chain.guesses
             if chain.guesses or self._without % TRIED:

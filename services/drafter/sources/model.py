@@ -48,6 +48,7 @@ class ModelSource:
     """Keeps its own small KV per session. When its pool is full, those least recently drafted for lose theirs."""
 
     name = "model"
+    works_ahead = True
     hidden_size = 0
 
     def __init__(self, engine: StepEngine) -> None:

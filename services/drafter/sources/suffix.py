@@ -42,10 +42,12 @@ class SuffixSource:
         recent = wish.tokens[max(wish.length - LONGEST, 0) : wish.length]
         chance, fit = self.record.chance, wish.session.fits[self.name]
         text = Text(wish.tokens, wish.length, loops=True)
-        best = continuation(text, own.matches(recent, wish.length), wish.k, lambda kind: chance(kind, fit))
+        best = continuation(
+            text, own.matches(recent, wish.length), wish.most, lambda kind: chance(kind, fit), wish.least
+        )
         if (past := self._history.matches(wish.session.scope, recent)) is not None:
             text = Text(past[0].tokens, past[0].known, loops=False)
-            other = continuation(text, past[1], wish.k, lambda kind: chance(KINDS + kind, fit))
+            other = continuation(text, past[1], wish.most, lambda kind: chance(KINDS + kind, fit), wish.least)
             if other.expected > best.expected:
                 kinds = tuple(KINDS + kind for kind in other.kinds)
                 return Continuation(other.token_ids, kinds, other.expected)
