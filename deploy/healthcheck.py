@@ -10,40 +10,41 @@ import os
 import socket
 import sys
 
-import nats
-from nats.errors import Error
-
+from shared import telemetry
+from shared.bus.login import Login
+from shared.bus.nats import NatsBus
 from shared.config import Settings
-from shared.subjects import Subjects, last
+from shared.errors import TrineError
+from shared.subjects import Subjects
+from trine.beats import Seen, listen
 
 WAIT_S = 6.0
 
 
-async def beats() -> None:
-    """Return when the beat arrives. Raises TimeoutError, or what connecting raises."""
+async def beats() -> bool:
+    """Whether the beat arrives. Raises TrineError."""
     settings = Settings()
     name = os.environ.get("TRINE_WORKER") or f"-{socket.gethostname()}"
-    async with asyncio.timeout(WAIT_S):
-        client = await nats.connect(settings.nats_url, error_cb=_ignore)
-        try:
-            subscription = await client.subscribe(Subjects(settings.served_name).beats)
-            while not last((await subscription.next_msg(timeout=WAIT_S)).subject).endswith(name):
-                pass
-        finally:
-            await client.close()
 
+    def mine(seen: Seen) -> bool:
+        return any(worker.endswith(name) for _, worker in seen)
 
-async def _ignore(error: Exception) -> None:
-    """The deadline says all that matters; nats-py would print a traceback per attempt."""
+    bus = await NatsBus.connect(settings.nats_url, name=f"{name}/health", login=Login.of(settings), wait=WAIT_S)
+    try:
+        return mine(await listen(bus, WAIT_S, Subjects(settings.served_name).beats, mine))
+    finally:
+        await bus.close()
 
 
 def main() -> int:
+    telemetry.configure("error")
     try:
-        asyncio.run(beats())
-    except (Error, OSError, TimeoutError) as error:
-        print(f"no beat from this worker: {type(error).__name__} {error}", file=sys.stderr)
-        return 1
-    return 0
+        why = "" if asyncio.run(beats()) else f"none within {WAIT_S:g} s"
+    except TrineError as error:
+        why = error.message
+    if why:
+        print(f"no beat from this worker: {why}", file=sys.stderr)
+    return 1 if why else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from anyio.abc import TaskGroup
 from shared.bus.base import Bus, ConsumerSpec, Incoming, StreamSpec
 from shared.codec import decode, encode
 from shared.config import Settings
-from shared.errors import BusError, ConfigError, RequestError
+from shared.errors import BadMessage, BusError, ConfigError, RequestError
 from shared.messages import MAX_COUNTERS, Beat, Identity, Load
 from shared.peers import Peers
 from shared.subjects import Subjects
@@ -27,6 +28,10 @@ from shared.telemetry import Counters, rarely
 T = TypeVar("T")
 Role = Literal["prefill", "decode", "drafter"]
 RETRY_S = 0.5
+JOIN_BEATS = 1.25
+"""So many beats' time a worker listens for others before it joins, unless it hears one like itself: they answer a
+newcomer at once, and else with their next beat."""
+JOIN_POLL_S = 0.01
 HURRY = 0.2
 """The part of the time between two beats after which a beat with news may come."""
 
@@ -48,6 +53,8 @@ class Actor:
         self.settings = settings
         self.bus = bus
         self.worker = worker
+        self.life = secrets.token_hex(4)
+        """Tells this process from others that have had or will have the worker's name."""
         self.subjects = Subjects(settings.served_name)
         self.peers = Peers(settings.peer_timeout_s)
         self.counters = Counters()
@@ -95,11 +102,12 @@ class Actor:
     # Life
 
     async def run(self) -> None:
-        """Live until drained. Raises what a side task raised."""
+        """Live until drained. Raises what a side task raised, ConfigError for a worker that does not fit the others."""
         try:
             await self.ensure_streams()
             self.bus.on_reconnect(self.ensure_streams)
             await self.bus.subscribe(self.subjects.beats, self._on_beat)
+            await self._join()
             await self.setup()
             async with anyio.create_task_group() as group:
                 self._group = group
@@ -114,6 +122,30 @@ class Actor:
             self.log.info("stopped")
         finally:
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _join(self) -> None:
+        """Returns when this worker may serve beside those that live. Raises ConfigError, naming what differs.
+
+        Those that start together are not looked at: they find out from their beats, and do without each other. Who has
+        heard one worker like itself joins, whatever others say of themselves: anybody may say so on an open server.
+        """
+        if (mine := self.identity()) is None:
+            return
+        await self._say_beat()
+        deadline = time.monotonic() + JOIN_BEATS * self.settings.beat_s
+        fleet: list[tuple[str, Identity]] = []
+        while time.monotonic() < deadline:
+            fleet = self.peers.fleet(time.monotonic())
+            if any(identity == mine for _, identity in fleet):
+                return
+            await anyio.sleep(JOIN_POLL_S)
+        if fleet:
+            worker, identity = fleet[0]
+            raise ConfigError(
+                f"this worker differs from those that serve {self.settings.served_name!r}: "
+                f"{'; '.join(mine.differences(identity))} ({worker}). Another model needs another name "
+                "(TRINE_MODEL_NAME), another configuration workers that are stopped first"
+            )
 
     async def _logged(self, name: str, task: Callable[[], Awaitable[object]]) -> None:
         try:
@@ -176,10 +208,11 @@ class Actor:
         return Beat(
             role=self.role,
             worker=self.worker,
+            life=self.life,
             identity=self.identity(),
             vocabulary=self.vocabulary(),
             hidden_size=self.hidden_size(),
-            draining=self.draining.is_set(),
+            draining=self.draining.is_set() or not self.ready.is_set(),
             counters=dict(itertools.islice(self._all_counters(), MAX_COUNTERS)),
             load=self.load(),
         )
@@ -209,6 +242,9 @@ class Actor:
     async def _on_beat(self, message: Incoming) -> None:
         try:
             beat = decode(message.data, Beat)
+            if message.subject != self.subjects.beat(beat.role, beat.worker):
+                # The server's permissions say who may beat as what; the message alone proves nothing.
+                raise BadMessage("a beat on another worker's subject")
         except RequestError as error:
             self.counters["bad_messages"] += 1
             if rarely(self.counters["bad_messages"]):

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -34,6 +34,16 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TRINE_", extra="ignore", frozen=True)
 
     nats_url: str = DEFAULT_NATS_URL
+    nats_user: str = ""
+    """Who this process is for the NATS server, with `nats_password`. See docs/security.md."""
+    nats_password: SecretStr = SecretStr("")
+    nats_ca: str = ""
+    """A file of certificates by which the server proves who it is. Given, nothing is said without TLS."""
+    nats_cert: str = ""
+    """A file with this process's own certificate, for servers that ask for one; `nats_key` is a file with its key."""
+    nats_key: str = ""
+    nats_inbox: Annotated[str, Field(pattern=r"^(_INBOX(\.[A-Za-z0-9_-]+)+)?$")] = ""
+    """The subjects below which answers are heard; `_INBOX.<user>` when empty."""
     model: str = DEFAULT_MODEL
     """A local folder, a GGUF file, a hub id, or the name of the built-in default."""
     model_name: str = ""

@@ -83,6 +83,18 @@ class DeadlineExceeded(Unavailable):
     code = "deadline_exceeded"
 
 
+class NotKept(Unavailable):
+    """Nothing is known of what was asked for: it never was, or was kept for a while and is gone."""
+
+    code = "not_kept"
+
+
+class Poison(TrineError):
+    """Workers died while they were at work on the request, one after another: nobody tries it again."""
+
+    code = "poison"
+
+
 class BusError(TrineError):
     code = "bus"
 

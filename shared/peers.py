@@ -43,6 +43,17 @@ class Peers:
         self._forget_silent(now)
         return worker in self._peers
 
+    def lives(self, worker: str, life: str, since: float) -> bool:
+        """Whether the process that had this worker's name then has been heard since."""
+        peer = self._peers.get(worker)
+        return peer is not None and peer.beat.life == life and peer.seen >= since
+
+    def fleet(self, now: float) -> list[tuple[str, Identity]]:
+        """Live workers that hold blocks, by name, and what they must have in common with others that do."""
+        self._forget_silent(now)
+        beats = [p.beat for _, p in sorted(self._peers.items()) if not p.beat.draining]
+        return [(beat.worker, beat.identity) for beat in beats if beat.identity is not None]
+
     def _forget_silent(self, now: float) -> None:
         for name in [n for n, p in self._peers.items() if now - p.seen > self._timeout]:
             del self._peers[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.bus.base import ConsumerSpec, StreamSpec
 from shared.config import MiB, Settings
-from shared.messages import Claim, Generate, PrefillJob
+from shared.messages import Claim, DeadLetter, Generate, PrefillJob
 from shared.subjects import PRIORITIES, Subjects
 
 HEADER_SLACK = 4096
@@ -12,10 +12,13 @@ EVENT_AGE_S = 1800.0
 PREFILL_BYTES = 128 * MiB
 EVENT_BYTES = 256 * MiB
 CLAIM_BYTES = 4 * MiB
+ATTEMPT_BYTES = 16 * MiB
+DEAD_BYTES = 64 * MiB
+DEAD_AGE_S = 7 * 86_400.0
 CLAIM_AGE_S = 120.0
 """Longer than anybody computes without pause; shorter, and a claim whose end was never told delays too many."""
 MEMORY_STREAMS = (
-    PREFILL_BYTES + EVENT_BYTES + CLAIM_BYTES + 640 * MiB
+    PREFILL_BYTES + EVENT_BYTES + CLAIM_BYTES + ATTEMPT_BYTES + 640 * MiB
 )  # what the server must have beside the cache, with room
 REQUEST_HEADER = "Trine-Request"
 """On events: the stream sequence of the request they answer; tells two requests with one id apart."""
@@ -94,3 +97,41 @@ def claim_stream(subjects: Subjects) -> StreamSpec:
         max_msg_size=Claim.max_bytes,
         max_age=CLAIM_AGE_S,
     )
+
+
+def attempt_stream(subjects: Subjects) -> StreamSpec:
+    """Who was at work on which request. What is lost of it lets a request that kills workers be tried once more."""
+    return StreamSpec(
+        name=subjects.attempt_stream,
+        subjects=(subjects.attempts,),
+        storage="memory",
+        discard="old",
+        max_bytes=ATTEMPT_BYTES,
+        max_age=EVENT_AGE_S,
+    )
+
+
+def dead_stream(subjects: Subjects) -> StreamSpec:
+    """Requests that were given up, for operators: on disk, one for each id, the oldest go first."""
+    return StreamSpec(
+        name=subjects.dead_stream,
+        subjects=(subjects.dead(None, None),),
+        storage="file",
+        discard="old",
+        max_bytes=DEAD_BYTES,
+        max_msgs_per_subject=1,
+        max_msg_size=DeadLetter.max_bytes - HEADER_SLACK,
+        max_age=DEAD_AGE_S,
+    )
+
+
+def decode_streams(subjects: Subjects, settings: Settings) -> list[StreamSpec]:
+    """What a decode worker needs, beside the cache."""
+    return [
+        request_stream(subjects, settings),
+        prefill_stream(subjects),
+        event_stream(subjects),
+        claim_stream(subjects),
+        attempt_stream(subjects),
+        dead_stream(subjects),
+    ]

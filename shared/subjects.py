@@ -103,6 +103,20 @@ class Subjects:
     def all_events(self) -> tuple[str, str]:
         return f"{self.prefix}.tok.*", f"{self.prefix}.tok.*.*"
 
+    # What workers note of their attempts at a request, which its place in the queue names.
+    def attempt(self, seq: int, stamp: int) -> str:
+        return f"{self.prefix}.attempt.{seq}-{stamp}"
+
+    @property
+    def attempts(self) -> str:
+        return f"{self.prefix}.attempt.*"
+
+    # Requests that were given up. The tenant is always spelled; None stands for all of them.
+    def dead(self, request_id: str | None, tenant: str | None = DEFAULT_TENANT) -> str:
+        if tenant is not None and not is_tenant(tenant):
+            raise ValueError("a tenant's name is 1 to 64 letters, digits, - and _")
+        return f"{self.prefix}.dead.{tenant or '*'}.{'*' if request_id is None else token(request_id)}"
+
     # A client that may not read the event stream asks for what it missed.
     def again(self, request_id: str, tenant: str = DEFAULT_TENANT) -> str:
         return f"{self.prefix}.again{_of(tenant)}.{token(request_id)}"
@@ -164,6 +178,14 @@ class Subjects:
     def claim_stream(self) -> str:
         return self._stream("CLAIM")
 
+    @property
+    def attempt_stream(self) -> str:
+        return self._stream("ATTEMPT")
+
+    @property
+    def dead_stream(self) -> str:
+        return self._stream("DEAD")
+
     @staticmethod
     def request_consumer(priority: str) -> str:
         return f"decode-{priority}"
@@ -219,6 +241,11 @@ def cancelled_of(subject: str) -> tuple[str, str]:
 def asked_again(subject: str) -> tuple[str, str]:
     """(tenant, request id) of whose events are asked for. Raises ValueError for any other subject."""
     return _request_of(subject, "again")
+
+
+def dead_of(subject: str) -> tuple[str, str]:
+    """(tenant, request id) of a dead letter. Raises ValueError for any other subject."""
+    return _request_of(subject, "dead")
 
 
 def _request_of(subject: str, kind: str) -> tuple[str, str]:

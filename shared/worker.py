@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from shared import telemetry
 from shared.actor import Actor, Role
 from shared.bus.base import Bus
+from shared.bus.login import Login
 from shared.bus.nats import NatsBus
 from shared.config import Settings, worker_name
 from shared.engine.base import StepEngine
@@ -65,10 +66,11 @@ def main(role: Role, kind: type[S], make: Make[S]) -> NoReturn:
 
 
 async def _live(settings: S, worker: str, make: Make[S]) -> None:
+    login = Login.of(settings)
     connections: list[Bus] = []
 
     async def connect(purpose: str) -> Bus:
-        bus = await NatsBus.connect(settings.nats_url, name=f"{worker}/{purpose}")
+        bus = await NatsBus.connect(settings.nats_url, name=f"{worker}/{purpose}", login=login)
         connections.append(bus)
         return bus
 

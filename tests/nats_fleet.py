@@ -2,7 +2,7 @@
 
     python -m tests.nats_fleet ROLE URL NAME ENGINE SETTINGS BYTES
 
-runs one until its standard input ends. ENGINE and SETTINGS are JSON: keyword arguments of `WideEngine`, and of the
+runs one until its standard input ends. ENGINE and SETTINGS are JSON: keyword arguments of `CrashEngine`, and of the
 rig's start. BYTES: `freeze_after` of `worker_process`.
 """
 
@@ -30,9 +30,9 @@ from shared.codec import decode
 from shared.engine.base import StepEngine
 from shared.messages import Beat
 from shared.subjects import Subjects
+from tests.crash_engine import CrashEngine
 from tests.fleet_rig import MODEL
 from tests.nats_rig import NatsRig
-from tests.wide_engine import WideEngine
 
 SUBJECTS = Subjects(MODEL)
 ROOT = Path(__file__).parents[1]
@@ -148,7 +148,7 @@ async def _serve(role: str, url: str, name: str, engine: str, settings: str, fre
     async with NatsFleet(url) as rig:
         starts: dict[str, Callable[..., Awaitable[object]]]
         starts = {"decode": rig.decode, "prefill": rig.prefill, "drafter": rig.drafter}
-        await starts[role](name, WideEngine(**json.loads(engine)), **json.loads(settings))
+        await starts[role](name, CrashEngine(**json.loads(engine)), **json.loads(settings))
         print("it serves", flush=True)
         await asyncio.to_thread(sys.stdin.read)
 

@@ -10,7 +10,7 @@ from shared.bus.base import Bus, Incoming
 from shared.codec import decode
 from shared.errors import RequestError
 from shared.messages import Beat
-from shared.subjects import ALL_BEATS, model_of
+from shared.subjects import ALL_BEATS, Subjects, model_of
 
 Seen = dict[tuple[str, str], Beat]
 """(model, worker) → its last beat."""
@@ -26,7 +26,10 @@ async def listen(
     async def note(message: Incoming) -> None:
         try:
             beat = decode(message.data, Beat)
-            seen[model_of(message.subject), beat.worker] = beat
+            model = model_of(message.subject)
+            if message.subject != Subjects(model).beat(beat.role, beat.worker):
+                return  # whoever may publish there is somebody else
+            seen[model, beat.worker] = beat
         except (RequestError, ValueError, IndexError):
             return  # not a beat; anybody may publish here
         if enough(seen):

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from shared.bus.base import Bus
 from shared.cache.naming import PUBLIC
-from shared.config import Settings
 from shared.errors import InvalidField
 from shared.tenants import is_tenant
+from trine.asking import AsJson, Model, Nats, ask
 from trine.cache import SHOWN, DropReport, Share, Stat, drop, shares, stat
 from trine.console import EXIT_FAILED, reported
 
 app = typer.Typer(
     help="The shared prefix cache: what it holds, how it does, and dropping from it.", no_args_is_help=True
 )
-CONNECT_S = 5.0
-T = TypeVar("T")
-
-Nats = Annotated[str | None, typer.Option(help="nats://HOST:PORT.")]
-Model = Annotated[str | None, typer.Option(help="The model's name.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
 
 
 @app.command("ls")
 @reported
 def ls(nats: Nats = None, model: Model = None, as_json: AsJson = False) -> None:
     """Blocks and bytes in the stream, by tenant."""
-    found = _ask(nats, model, shares)
+    found = ask(nats, model, shares)
     if as_json:
         print(json.dumps([asdict(share) for share in found]))
     else:
@@ -47,7 +38,7 @@ def ls(nats: Nats = None, model: Model = None, as_json: AsJson = False) -> None:
 @reported
 def show_stat(nats: Nats = None, model: Model = None, as_json: AsJson = False) -> None:
     """Hits, misses, rejects, evictions and bytes by tier, of each worker and of all."""
-    found = _ask(nats, model, stat)
+    found = ask(nats, model, stat)
     if as_json:
         print(json.dumps({**asdict(found), "totals": found.totals}))
     else:
@@ -70,27 +61,13 @@ def drop_blocks(
     if tenant is not None and not is_tenant(tenant):
         raise InvalidField("--tenant: 1 to 64 letters, digits, - and _", field="tenant")
     scope = PUBLIC if public else tenant
-    report = _ask(nats, model, lambda bus, name: drop(bus, name, scope))
+    report = ask(nats, model, lambda bus, name: drop(bus, name, scope))
     if as_json:
         print(json.dumps({**asdict(report), "done": [done.model_dump() for done in report.done]}))
     else:
         typer.echo(_dropped(report))
     if report.silent:
         raise typer.Exit(EXIT_FAILED)
-
-
-def _ask(nats: str | None, model: str | None, question: Callable[[Bus, str], Awaitable[T]]) -> T:
-    async def ask() -> T:
-        from shared.bus.nats import NatsBus
-
-        settings = Settings()
-        bus = await NatsBus.connect(nats or settings.nats_url, name="trine-cache", wait=CONNECT_S)
-        try:
-            return await question(bus, model or settings.served_name)
-        finally:
-            await bus.close()
-
-    return asyncio.run(ask())
 
 
 def _print(table: Table) -> None:

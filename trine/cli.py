@@ -1,4 +1,4 @@
-"""The command line: `trine up`, `trine generate`, `trine check`, `trine cache`, `trine demo`."""
+"""The command line: `trine up`, `trine generate`, `trine check`, `trine cache`, `trine dead`, `trine demo`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import typer
 from rich.console import Console, RenderableType
 
 from shared import telemetry
+from shared.bus.wire import without_login
 from shared.errors import InvalidField
 from trine.cache_cli import app as cache_app
 from trine.console import EXIT_FAILED, log_printer, progress_bar, reported
+from trine.dead_cli import app as dead_app
 from trine.settings import variables
 
 app = typer.Typer(
@@ -27,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cache_app, name="cache")
+app.add_typer(dead_app, name="dead")
 READY_S = 300.0
 
 
@@ -108,7 +111,7 @@ def _run_fleet(counts: dict[str, int], nats: str, env: dict[str, str]) -> None:
         with fleet:
             fleet.wait_ready(READY_S)
             there = ", ".join(f"{n} {role}" for role, n in fleet.counts.items() if n)
-            typer.echo(f"ready: {fleet.model} at {fleet.url} ({there}); Ctrl-C stops")
+            typer.echo(f"ready: {fleet.model} at {without_login(fleet.url)} ({there}); Ctrl-C stops")
             fleet.wait()
     except KeyboardInterrupt:
         return  # this is how it is meant to end
@@ -219,6 +222,19 @@ def check(
         Console(highlight=False).print(shown)
     if failed:
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+@reported
+def access(
+    model: Annotated[list[str] | None, typer.Option(help="A served model's name; may be given several times.")] = None,
+    tenant: Annotated[list[str] | None, typer.Option(help="A tenant's name; may be given several times.")] = None,
+) -> None:
+    """Print users with least permissions for nats-server's configuration (docs/security.md)."""
+    from shared.config import Settings
+    from trine.access import configuration
+
+    typer.echo(configuration(model or [Settings().served_name], tenant or []), nl=False)
 
 
 @app.command()

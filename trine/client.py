@@ -8,6 +8,7 @@ from typing import Literal, TypedDict, Unpack
 
 from shared import telemetry
 from shared.bus.base import Bus
+from shared.bus.login import Login
 from shared.config import Settings
 from shared.errors import BusDisconnected
 from shared.messages import ChatMessage
@@ -15,8 +16,9 @@ from shared.subjects import Subjects
 from shared.tenants import DEFAULT_TENANT
 from trine.beats import listen
 from trine.completion import Completion
+from trine.resume import Resumed, sought
 from trine.stream import Stream
-from trine.submit import prepare
+from trine.submit import DEFAULT_DEADLINE_S, prepare
 
 CONNECT_S = 5.0
 
@@ -53,14 +55,21 @@ class Client:
     """A connection to NATS for one program; use it for as many requests at once as you like.
 
     `url`, `model` and `tenant` default to what `TRINE_NATS_URL`, `TRINE_MODEL_NAME` (or `TRINE_MODEL`) and
-    `TRINE_TENANT` say. Entering raises
+    `TRINE_TENANT` say, `login` to `TRINE_NATS_USER` and its like. Entering raises
     BusDisconnected when NATS does not answer. Leaving cancels what is still being answered.
     """
 
     def __init__(
-        self, url: str | None = None, model: str | None = None, *, tenant: str | None = None, bus: Bus | None = None
+        self,
+        url: str | None = None,
+        model: str | None = None,
+        *,
+        tenant: str | None = None,
+        login: Login | None = None,
+        bus: Bus | None = None,
     ) -> None:
         settings = ClientSettings()
+        self._login = login or Login.of(settings)
         self.url = url or settings.nats_url
         self.model = model or settings.served_name
         self.tenant = tenant or settings.tenant
@@ -73,7 +82,7 @@ class Client:
         if self._bus is None:
             from shared.bus.nats import NatsBus
 
-            self._bus = await NatsBus.connect(self.url, name="trine-client", wait=CONNECT_S)
+            self._bus = await NatsBus.connect(self.url, name="trine-client", login=self._login, wait=CONNECT_S)
         self._bus.on_reconnect(self._recheck)
         return self
 
@@ -129,6 +138,27 @@ class Client:
             **params,
         }
         return Stream(bus, prepare(model or self.model, self.tenant, priority, id, fields, bus.max_payload), self._live)
+
+    def resume(
+        self,
+        request_id: str,
+        from_index: int = 0,
+        *,
+        from_text: int | None = None,
+        model: str | None = None,
+        timeout: float = DEFAULT_DEADLINE_S,
+    ) -> Stream:
+        """The rest of an answer of which somebody has the first `from_index` tokens, running or ended.
+
+        Tokens come gapless from `from_index` on; `completion` has all of the answer. Text is exact if `from_text` says
+        how many characters are there already; else it begins with the event of token `from_index`, as a client has it
+        that counts the tokens of whole deltas. Events are kept for 30 minutes. Leaving early cancels the request.
+
+        Iterating raises what the request ended with; NotKept when nothing, or not enough, is known of it any more;
+        DeadlineExceeded after `timeout` seconds. Raises InvalidField at once.
+        """
+        ask = sought(model or self.model, self.tenant, request_id, from_index, timeout)
+        return Resumed(self._connected(), ask, self._live, from_index, from_text)
 
     async def cancel(self, id: str, model: str | None = None) -> None:
         """Stop a request of this tenant. Nothing happens when nobody has it."""

@@ -105,7 +105,7 @@ def _wait_ready(fleet: Fleet, console: Console) -> None:
 
 async def _ask(fleet: Fleet, show: bool) -> Results:
     guide = importlib.resources.files("trine").joinpath("data/lantern_bay.txt").read_text(encoding="utf-8")
-    async with Client(fleet.url, fleet.model) as client:
+    async with Client(fleet.url, fleet.model, login=fleet.login) as client:
 
         async def ask(title: str, question: str, context: str = "", max_tokens: int = 64) -> Completion:
             about = [{"role": "system", "content": "Answer from the guide."}] if context else []

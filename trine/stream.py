@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 
 from shared.bus.base import Bus, Incoming, Stored
@@ -177,6 +177,7 @@ class Stream:
         try:
             stored = await stored_events(self._bus, self._subjects, self.id, self._ask.tenant, after, left)
             self._doubtful = False
+            self._identify(stored)
             deltas = [delta for event in stored for delta in self._feed(event)]
             self._seen = max([self._seen, *(event.seq for event in stored)])
         except StreamMissing:
@@ -185,6 +186,12 @@ class Stream:
             pass  # the next look, or the deadline
         self._plan(news=bool(deltas))
         return deltas
+
+    def _identify(self, messages: Sequence[Incoming | Stored]) -> None:
+        """Find out which request is meant; called with what is stored. Here the ack of its publish has told."""
+
+    def _lost(self) -> Unavailable:
+        return Unavailable("a part of the answer was lost with the event stream; ask again")
 
     def _plan(self, news: bool) -> None:
         """Decide when to look into the event stream next. Raises Unavailable when events are lost for good."""
@@ -197,4 +204,4 @@ class Stream:
         if behind:
             self._stuck_since = self._stuck_since or now
             if now - self._stuck_since > LOST_S:
-                raise Unavailable("a part of the answer was lost with the event stream; ask again")
+                raise self._lost()

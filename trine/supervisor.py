@@ -14,7 +14,9 @@ from types import TracebackType
 from services.decode.config import DecodeSettings
 from services.drafter.config import DrafterSettings
 from services.prefill.config import PrefillSettings
+from shared.bus import login as logins
 from shared.bus.embedded import EmbeddedNats
+from shared.bus.login import NOBODY, Login
 from shared.config import DEFAULT_NATS_URL, Settings
 from shared.errors import ConfigError, TrineError, Unavailable
 from shared.streams import MEMORY_STREAMS
@@ -88,6 +90,8 @@ class Fleet:
                 checked(_SETTINGS[role], {**self._env, **self._role_env.get(role, {})})
         self.settings = checked(Settings, self._env)
         self.nats = _embedded(nats, self.settings.cache_bytes)
+        self.login = NOBODY if self.nats else Login.of(self.settings)
+        """Of who wants to talk to the fleet. A server of its own lets everybody of this machine in."""
         names = {f"{role}-{i}": role for role in ROLES for i in range(1, self.counts[role] + 1)}
         self._places = {name: _Place(name, role) for name, role in names.items()}
         self._lock = threading.RLock()
@@ -138,7 +142,7 @@ class Fleet:
         from shared.bus.nats import NatsBus
 
         async def wait() -> None:
-            bus = await NatsBus.connect(self.url, name="trine-supervisor", wait=CONNECT_S)
+            bus = await NatsBus.connect(self.url, name="trine-supervisor", login=self.login, wait=CONNECT_S)
             try:
                 await await_ready(bus, self.model, self.counts, timeout, progress=progress, failed=lambda: self.failure)
             finally:
@@ -235,7 +239,8 @@ class Fleet:
         self._log("supervisor", f"{place.name} {how} after {child.lived:.1f} s; {then}")
 
     def _fill(self, place: _Place) -> None:
-        overrides = {**self._env, **self._role_env.get(place.role, {})}
+        own = {f"TRINE_{name.upper()}": "" for name in logins.SETTINGS} if self.nats else {}
+        overrides = {**self._env, **self._role_env.get(place.role, {}), **own}
         env = worker_env(place.name, self.url, len(self._places), overrides)
         place.child = Child(place.name, f"services.{place.role}", env, place.tail, self._log)
         place.starts += 1

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import anyio
 import structlog
 
+from services.decode.attempts import Attempts
 from services.decode.events import Outcome
 from services.decode.refusal import Refusals, failed
 from services.decode.request import Request
 from services.decode.scheduler import DecodeScheduler
+from services.decode.trials import Trials
 from shared.bus.base import Job
 from shared.bus.settle import settle
 from shared.errors import ContextLengthExceeded, DeadlineExceeded, TrineError
@@ -29,6 +31,7 @@ class Desk:
         worker: str,
         scheduler: DecodeScheduler,
         refusals: Refusals,
+        attempts: Attempts,
         counters: Counters,
         spawn: Callable[..., None],
         left: Callable[[str], None],
@@ -37,6 +40,8 @@ class Desk:
         self._worker = worker
         self._scheduler = scheduler
         self._refusals = refusals
+        self._attempts = attempts
+        self._trials = Trials()
         self._counters = counters
         self._spawn = spawn
         self._left = left
@@ -64,10 +69,41 @@ class Desk:
         if request.completion.finished is not None:
             self.finish(request, request.completion.finished)
             return
-        try:
-            self._scheduler.submit(request.sequence)
-        except ContextLengthExceeded as error:
-            self.fail(request, error)
+        self._trials.enter(request.key, request.suspect)
+        started = self._trials.start()
+        if request.key not in started:
+            self._spawn(self._note_waiting, request)
+        self._submit(started)
+
+    @property
+    def lines_up(self) -> bool:
+        """Requests wait here because one is tried apart."""
+        return self._trials.waiting
+
+    def proven(self, request: Request) -> None:
+        """It has its first token here: others may join it."""
+        self._leave_trial(request.key)
+
+    def _leave_trial(self, key: str) -> None:
+        self._trials.leave(key)
+        started = self._trials.start()
+        for name in started:
+            self._spawn(self._note_begun, self.requests[name])
+        self._submit(started)
+
+    def _submit(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            request = self.requests[key]
+            try:
+                self._scheduler.submit(request.sequence)
+            except ContextLengthExceeded as error:
+                self.fail(request, error)
+
+    async def _note_waiting(self, request: Request) -> None:
+        await self._attempts.note(request.job, busy=False)
+
+    async def _note_begun(self, request: Request) -> None:
+        await self._attempts.note(request.job, busy=True)
 
     # Ending
 
@@ -84,13 +120,17 @@ class Desk:
             ),
             tail=request.completion.flush(),  # of a cancelled one; empty for the others
         )
-        self._scheduler.end(request.sequence)
+        self._end(request)
 
     def fail(self, request: Request, error: TrineError) -> None:
         self._counters[f"failed_{error.code}"] += 1
         log.warning("request failed", request=request.key, code=error.code, error=error.message)
         request.events.end(failed(request.generate.id, request.job.delivered, error))
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
         self._scheduler.end(request.sequence)
+        self._leave_trial(request.key)
 
     def cancel(self, key: str) -> None:
         if (request := self.requests.get(key)) is not None:
@@ -125,6 +165,7 @@ class Desk:
             del self.requests[request.key]
             self._changed.set()
             self._changed = anyio.Event()
+            self._leave_trial(request.key)
         self._left(request.key)
 
     async def empty(self) -> None:
@@ -134,8 +175,10 @@ class Desk:
 
     async def hand_back(self) -> None:
         """What is not done goes back to the queue and is continued elsewhere."""
+        self._trials = Trials()  # nobody's turn comes any more
         for request in list(self.requests.values()):
             self._forget(request)
+            await self._attempts.note(request.job, busy=False)
             await settle(request.job.nak())
 
     def held(self) -> Iterator[Job]:

@@ -37,6 +37,8 @@ class History:
     """None for tokens that came without."""
     last_seq: int = 0
     attempt: int = 0
+    wrote: int = 0
+    """The last attempt that stored a token, 0 if none did."""
     cached_tokens: int | None = None
     """What the first attempt found in the caches."""
     tail: bool = False
@@ -79,6 +81,7 @@ def _take(history: History, event: Tokens) -> None:
     new = event.index + len(event.token_ids) - len(history.tokens)
     if event.index > len(history.tokens) or new <= 0:
         return
+    history.wrote = max(history.wrote, event.attempt)
     history.tokens += event.token_ids[-new:]
     history.texts += [""] * (new - 1) + [event.text]
     history.logprobs += event.logprobs[-new:] if event.logprobs else [None] * new

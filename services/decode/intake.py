@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import structlog
 
+from services.decode.attempts import TRIES, Attempts
 from services.decode.config import DecodeSettings
 from services.decode.events import EventWriter, History, read_history
 from services.decode.publics import PublicPrefixes
@@ -26,11 +27,12 @@ from shared.errors import (
     BusError,
     DeadlineExceeded,
     InvalidField,
+    Poison,
     RequestError,
     TrineError,
     Unavailable,
 )
-from shared.messages import Generate
+from shared.messages import Attempt, Generate
 from shared.sampling.stopping import Completion
 from shared.subjects import PRIORITIES, Subjects, tenant_of_request
 from shared.telemetry import Counters
@@ -63,6 +65,7 @@ class Intake:
         offer: Callable[[Job, Sequence], Awaitable[bool]],
         adopt: Callable[[Job], bool],
         refusals: Refusals,
+        attempts: Attempts,
         cancels: Cancels,
         ensure_streams: Callable[[], Awaitable[None]],
     ) -> None:
@@ -78,6 +81,7 @@ class Intake:
         self._offer = offer
         self._adopt = adopt
         self._refusals = refusals
+        self._attempts = attempts
         self._cancels = cancels
         self._ensure_streams = ensure_streams
         self._room = anyio.Event()
@@ -176,6 +180,7 @@ class Intake:
             log.warning("request handed back", seq=job.seq, error=str(error))
             if error.code == "stream_missing":
                 await self._ensure_streams()
+            await self._attempts.note(job, busy=False)
             await settle(job.nak(1.0))
         except Exception:
             log.exception("request could not be taken in", seq=job.seq)
@@ -202,23 +207,41 @@ class Intake:
         deadline = (generate.deadline_ms or self._settings.deadline_s * 1000) / 1000 - job.age
         if deadline <= 0:
             raise DeadlineExceeded(f"queued for {job.age:.1f} s, beyond its deadline")
-        if job.delivered > MAX_DELIVERIES:
-            raise Unavailable(f"given up after {MAX_DELIVERIES} attempts")
-        prompt = await anyio.to_thread.run_sync(tokenise, generate, self._tokenizer, self._info)
         key, subject = request_key(tenant, generate.id), self._subjects.events(generate.id, tenant)
         history = await self._history(subject, job)
         if history.ended:
             await settle(job.ack())
-        elif history.foreign:
+            return None
+        if history.foreign:
             await self._refusals.duplicate(job, generate.id)
-        elif self._cancels.covers(key, time.monotonic() - job.age):
+            return None
+        if self._cancels.covers(key, time.monotonic() - job.age):
             await self._refusals.cancelled(job, generate, len(history.tokens))
-        else:
-            lineage = self._publics.lineage(prompt, tenant, generate.cache_salt or "")
-            sequence = make_sequence(key, generate, job, prompt, history, self._info, lineage, priority)
-            if handed or job.delivered > 1 or not await self._offer(job, sequence):
-                return self._request(sequence, subject, generate, job, history, deadline)
-        return None
+            return None
+        died = await self._attempts.died(job, history.wrote)
+        if len(died) >= TRIES or job.delivered > MAX_DELIVERIES:
+            await self._give_up(job, tenant, generate.id, died)
+            return None
+        await self._attempts.begin(job)
+        prompt = await anyio.to_thread.run_sync(tokenise, generate, self._tokenizer, self._info)
+        lineage = self._publics.lineage(prompt, tenant, generate.cache_salt or "")
+        sequence = make_sequence(key, generate, job, prompt, history, self._info, lineage, priority)
+        if not handed and job.delivered == 1 and await self._offer(job, sequence):
+            return None
+        request = self._request(sequence, subject, generate, job, history, deadline)
+        request.suspect = bool(died)
+        return request
+
+    async def _give_up(self, job: Job, tenant: str, request_id: str, died: list[Attempt]) -> None:
+        """Raises BusError, before anybody is told."""
+        error: TrineError = Unavailable(f"given up after {MAX_DELIVERIES} attempts")
+        if len(died) >= TRIES:
+            error = Poison(
+                f"given up: {len(died)} workers in a row died at work on this request, before it had another token; "
+                f"they were {', '.join(note.worker for note in died)}"
+            )
+        await self._attempts.bury(job, request_id, tenant, error, died, len(died) or job.delivered - 1)
+        await self._refusals.refuse(job, error, request_id)
 
     async def _history(self, subject: str, job: Job) -> History:
         """A first delivery has none, in all likelihood: its first append finds out. Later ones read what was sent."""

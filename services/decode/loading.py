@@ -61,10 +61,17 @@ class Loader:
         self._spawn = spawn
         self._block_size = engine.info.block_size
 
-    async def load(self, sequence: Sequence, budget_s: float, on_producers: Callable[[set[str]], None]) -> None:
+    async def load(
+        self,
+        sequence: Sequence,
+        budget_s: float,
+        on_producers: Callable[[set[str]], None],
+        *,
+        remotely: bool = True,
+    ) -> None:
         """Load what can be loaded; the sequence is READY afterwards unless it was ended meanwhile.
 
-        `budget_s`: the time its request has left.
+        `budget_s`: the time its request has left. `remotely`: prefill workers may compute what is missing.
         """
         if sequence.phase is not Phase.LOADING:
             return  # ended between its admission and this task's first step
@@ -77,7 +84,7 @@ class Loader:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_len)
         since = None
-        if sequence.phase is Phase.LOADING and self._worth_a_job(sequence, wanted):
+        if remotely and sequence.phase is Phase.LOADING and self._worth_a_job(sequence, wanted):
             since = await self._prefill_remotely(sequence, epoch, wanted, budget_s, on_producers)
         if self._loading(sequence, epoch) and wanted - sequence.computed // self._block_size >= CLAIM_MIN_BLOCKS:
             await self._lead(sequence, epoch, wanted, since)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import anyio
 
+from services.decode.attempts import Attempts
 from services.decode.config import DecodeSettings
 from services.decode.desk import Desk
 from services.decode.drafting import Drafting
@@ -32,7 +33,7 @@ from shared.engine.base import StepEngine
 from shared.errors import TrineError
 from shared.job_actor import JobActor
 from shared.messages import Identity, Load
-from shared.streams import claim_stream, event_stream, prefill_stream, request_consumers, request_stream
+from shared.streams import decode_streams, request_consumers
 from shared.subjects import PRIORITIES
 from shared.tokenizer import Tokenizer
 
@@ -104,7 +105,9 @@ class DecodeWorker(JobActor):
             self._info.hidden_size,
         )
         self._refusals = Refusals(bus, self.subjects, worker, self.counters, self.try_ensure_streams)
-        self._desk = Desk(worker, self.scheduler, self._refusals, self.counters, self.spawn, self._request_left)
+        attempts = Attempts(worker, self.life, bus, self.subjects, self.peers, settings.beat_s)
+        left = self._request_left
+        self._desk = Desk(worker, self.scheduler, self._refusals, attempts, self.counters, self.spawn, left)
         self._intake = Intake(
             settings,
             bus=bus,
@@ -113,11 +116,12 @@ class DecodeWorker(JobActor):
             info=self._info,
             publics=publics or PublicPrefixes(engine.identity),
             counters=self.counters,
-            has_room=lambda: self.scheduler.has_room,
+            has_room=lambda: self.scheduler.has_room and not self._desk.lines_up,
             serve=self._serve,
             offer=self._offer,
             adopt=self._desk.adopt,
             refusals=self._refusals,
+            attempts=attempts,
             cancels=self.cancels,
             ensure_streams=self.try_ensure_streams,
         )
@@ -139,13 +143,7 @@ class DecodeWorker(JobActor):
     # Actor
 
     def streams(self) -> list[StreamSpec]:
-        return [
-            request_stream(self.subjects, self.settings),
-            prefill_stream(self.subjects),
-            event_stream(self.subjects),
-            claim_stream(self.subjects),
-            self._cache.stream,
-        ]
+        return [*decode_streams(self.subjects, self.settings), self._cache.stream]
 
     def consumers(self) -> list[ConsumerSpec]:
         return request_consumers(self.subjects, self.settings)
@@ -237,7 +235,7 @@ class DecodeWorker(JobActor):
             return  # preempted before this task's first step
         try:
             left = request.deadline - time.monotonic()
-            await self._loader.load(request.sequence, left, request.prefilled_by.update)
+            await self._loader.load(request.sequence, left, request.prefilled_by.update, remotely=not request.suspect)
             request.events.cached_tokens = request.sequence.cached_tokens or 0
         except Exception:
             self.log.exception("loading failed", request=request.key)
@@ -285,6 +283,8 @@ class DecodeWorker(JobActor):
         if not request.first_token:
             request.first_token = time.monotonic()
             self.hurry_beat()  # the prompt's blocks are here now
+            self._desk.proven(request)
+            self._wake()
         request.drafted += outcome.drafted
         self.counters["drafted_tokens"] += outcome.drafted
         for position, token in enumerate(outcome.tokens):

@@ -28,7 +28,8 @@ from shared.streams import claim_stream, prefill_consumer, prefill_stream
 from shared.telemetry import Spent
 
 PULL_S = 5.0
-MAX_DELIVERIES = 3
+MAX_DELIVERIES = 2
+"""As often as a decode worker's request is tried: who wanted the blocks then computes them itself."""
 RETRY_S = 0.2
 
 

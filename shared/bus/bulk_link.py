@@ -72,6 +72,7 @@ def _ignore(_: Message) -> None:
 
 class BulkLink:
     """`servers` are tried in turn; the one that worked stays. With `tls`, credentials never go out in the clear.
+    `inbox`: where answers come, below it; when empty, in the inbox of the user.
 
     All but `close` is for one thread at a time, inside `operation`. Errors: BusDisconnected (lost, not there, out of
     time: whether what was sent arrived is unknown), BusError (what the server says is not NATS's protocol, or it
@@ -79,7 +80,9 @@ class BulkLink:
     credentials). Each of them has ended the connection.
     """
 
-    def __init__(self, servers: Sequence[Server], name: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, servers: Sequence[Server], name: str, tls: ssl.SSLContext | None = None, inbox: str = ""
+    ) -> None:
         self._servers = deque(servers)
         self._name = name
         self._tls = tls
@@ -92,7 +95,7 @@ class BulkLink:
         self._not_before = 0.0
         self._busy = threading.Lock()
         self._closed = False
-        self.inbox = new_inbox(servers[0].login if servers else None)
+        self.inbox = new_inbox(servers[0].login if servers else None, inbox)
         """Answers to `<inbox>.<token>` come here."""
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import ssl
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from shared.bus import bulk_wire
 from shared.bus.block_link import WINDOW_COUNT, Item, Receive
 from shared.bus.bulk_link import BulkLink, Message
 from shared.bus.bulk_wire import parse_servers
+from shared.bus.login import NOBODY, Login
 from shared.bus.nats_api import ApiError, parse_answer
 from shared.bus.nats_connection import NO_RESPONDERS, SLACK
 from shared.bus.nats_stream import END_OF_BATCH, NOT_FOUND, PAGE_SUBJECTS, TOO_MANY_REQUESTS, append_error
@@ -31,16 +31,15 @@ MAX_DIGITS = 20
 
 
 class StreamLink:
-    """`BlockLink` on a connection of its own to `url` (as for `NatsBus`; `tls` where the default trust is not enough).
+    """`BlockLink` on a connection of its own to `url` (as for `NatsBus`).
 
     Connects when first used, and again when it must. `max_pending` must not be more than the server's. Raises
     ConfigError when `url` is no address.
     """
 
-    def __init__(
-        self, url: str, name: str, *, tls: ssl.SSLContext | None = None, max_pending: int = DEFAULT_MAX_PENDING
-    ) -> None:
-        self._link = BulkLink(parse_servers(url), name, tls)
+    def __init__(self, url: str, name: str, *, login: Login = NOBODY, max_pending: int = DEFAULT_MAX_PENDING) -> None:
+        login = login.at(url)
+        self._link = BulkLink(parse_servers(url, login.user, login.password), name, login.tls, login.inbox)
         # Never used twice: an answer that comes late, after its operation timed out, is nobody's.
         self._tokens = map(str, itertools.count(1))
         # Beyond max_pending the server drops messages and still reports a complete batch. One may come on top.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -53,13 +53,15 @@ class Server:
         return text[:_SHOWN]
 
 
-def parse_servers(url: str) -> list[Server]:
-    """`nats://user:password@host:port`, `nats://token@host`, `tls://...`; several are separated by commas.
+def parse_servers(url: str, user: str | None = None, password: str | None = None) -> list[Server]:
+    """`nats://user:password@host:port`, `nats://token@host`, `tls://...`; several are separated by commas. `user` logs
+    in where the address names nobody.
 
     Credentials are taken as they are written, without decoding `%`: so does the control connection's library, and
     one address must log in the same way on both. Raises ConfigError, which does not repeat the address.
     """
-    return [_parse_server(part.strip()) for part in url.split(",")]
+    servers = [_parse_server(part.strip()) for part in url.split(",")]
+    return [replace(s, user=user, password=password) if s.user is None else s for s in servers]
 
 
 def _parse_server(url: str) -> Server:

@@ -17,6 +17,7 @@ from shared.bus.base import (
 )
 from shared.bus.block_link import BlockLink
 from shared.bus.bulk_stream import StreamLink
+from shared.bus.login import NOBODY, Login
 from shared.bus.nats_api import Api
 from shared.bus.nats_connection import Connection
 from shared.bus.nats_follow import Follower
@@ -28,9 +29,10 @@ from shared.bus.wire import DEFAULT_MAX_PENDING
 class NatsBus:
     """`await NatsBus.connect(url, name=...)`. Implements `shared.bus.base.Bus`; needs an asyncio event loop."""
 
-    def __init__(self, connection: Connection, url: str, name: str, max_pending: int) -> None:
+    def __init__(self, connection: Connection, url: str, name: str, login: Login, max_pending: int) -> None:
         self._connection = connection
         self._url = url
+        self._login = login
         self._name = name
         self._max_pending = max_pending
         self._api = Api(connection)
@@ -39,16 +41,22 @@ class NatsBus:
 
     @classmethod
     async def connect(
-        cls, url: str, *, name: str, wait: float | None = None, max_pending: int = DEFAULT_MAX_PENDING
+        cls,
+        url: str,
+        *,
+        name: str,
+        login: Login = NOBODY,
+        wait: float | None = None,
+        max_pending: int = DEFAULT_MAX_PENDING,
     ) -> NatsBus:
         """Connect to `url` (several servers: separated by commas), waiting up to `wait` seconds for a server.
 
         `wait` None waits for ever and logs every few seconds that it does. `max_pending` must not be more than the
         server's. Raises BusDisconnected when no server came in time, ConfigError when it refuses our credentials.
         """
-        connection = Connection(url, name)
+        connection = Connection(url, name, login)
         await connection.open(wait)
-        return cls(connection, url, name, max_pending)
+        return cls(connection, url, name, login, max_pending)
 
     @property
     def connected(self) -> bool:
@@ -77,7 +85,7 @@ class NatsBus:
         self._connection.on_reconnect(callback)
 
     def link(self) -> BlockLink:
-        return StreamLink(self._url, f"{self._name}/bulk", max_pending=self._max_pending)
+        return StreamLink(self._url, f"{self._name}/bulk", login=self._login, max_pending=self._max_pending)
 
     async def close(self) -> None:
         """Send what is left, then end. Takes a few seconds at most; handlers that still run are cancelled."""

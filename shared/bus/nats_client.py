@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import ssl
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from nats.aio.client import PING_PROTO, Client, Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from shared.bus.login import Login
 from shared.errors import BusDisconnected, ConfigError
 
 PING_INTERVAL = 5
@@ -21,8 +23,37 @@ CONNECT_TIMEOUT = 3
 FLUSH_TIMEOUT = 5.0
 
 
+class NoTls(errors.Error):
+    """The server offers no TLS, and we were to use it: it has heard nothing of us."""
+
+    def __str__(self) -> str:
+        return "it does not offer TLS"
+
+
 class NatsClient(Client):
-    """Drops a dead connection at once, and what was not sent with it. Its pings overtake nothing."""
+    """Drops a dead connection at once, and what was not sent with it. Its pings overtake nothing. Where TLS is to be
+    used, it is.
+    """
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        # nats-py leaves it to the server, whose first words anybody on the way may have written.
+        if initial_connection and self._demands_tls() and not info.get("tls_required"):
+            if not info.get("tls_available"):
+                raise NoTls
+            info["tls_required"] = True
+        await super()._process_info(info, initial_connection)
+
+    def _connect_command(self) -> bytes:
+        # TLS stands by now. nats-py puts it under a protocol that does not know of it, so that asyncio would warn, on
+        # stderr, of each connection that ends.
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None and writer.get_extra_info("ssl_object") is not None:
+            writer._protocol._over_ssl = True
+        return super()._connect_command()
+
+    def _demands_tls(self) -> bool:
+        server = self._current_server
+        return "tls" in self.options or (server is not None and server.uri.scheme == "tls")
 
     async def _process_op_err(self, e: Exception) -> None:
         # An orderly close would first wait for a server that may never read again.
@@ -108,15 +139,30 @@ class Events(Protocol):
         ...
 
 
-async def dial(servers: list[str], name: str, wait: float | None, events: Events) -> NatsClient:
+@dataclass(slots=True)
+class _Dialling:
+    """How it goes. `refused` is done when the server does not take our credentials."""
+
+    refused: asyncio.Future[None]
+    no_tls: str = ""
+    """Why the last server that was reached could not be spoken to."""
+
+    def note(self, error: Exception) -> None:
+        if "authorization" in str(error).lower() and not self.refused.done():
+            self.refused.set_result(None)
+        if isinstance(error, NoTls | ssl.SSLError):
+            self.no_tls = f"; no TLS with it: {error}"
+
+
+async def dial(servers: list[str], name: str, login: Login, wait: float | None, events: Events) -> NatsClient:
     """A connected client, after up to `wait` seconds (None: for ever). It reconnects by itself, for ever.
 
     Raises BusDisconnected when no server came, ConfigError when it refuses our credentials or the address is none.
     """
     client = NatsClient()
     loop = asyncio.get_running_loop()
-    refused = loop.create_future()
-    dialling = loop.create_task(_connect(client, servers, name, events, refused))
+    state = _Dialling(refused := loop.create_future())
+    dialling = loop.create_task(_connect(client, servers, name, login, events, state))
     where = without_credentials(servers)
     try:
         async with asyncio.timeout(wait):
@@ -125,7 +171,7 @@ async def dial(servers: list[str], name: str, wait: float | None, events: Events
             raise ConfigError(f"NATS at {where} refuses our credentials")
         dialling.result()
     except TimeoutError:
-        raise BusDisconnected(f"no NATS server at {where} within {wait:g} s") from None
+        raise BusDisconnected(f"no NATS server at {where} within {wait:g} s{state.no_tls}") from None
     except errors.Error as error:
         raise ConfigError(f"cannot use NATS at {where}: {error}") from None
     finally:
@@ -136,11 +182,10 @@ async def dial(servers: list[str], name: str, wait: float | None, events: Events
 
 
 async def _connect(
-    client: NatsClient, servers: list[str], name: str, events: Events, refused: asyncio.Future[None]
+    client: NatsClient, servers: list[str], name: str, login: Login, events: Events, state: _Dialling
 ) -> None:
     async def error_cb(error: Exception) -> None:
-        if "authorization" in str(error).lower() and not refused.done():
-            refused.set_result(None)
+        state.note(error)
         events.on_error(error)
 
     async def disconnected_cb() -> None:
@@ -156,6 +201,9 @@ async def _connect(
     await client.connect(
         servers=servers,
         name=name,
+        user=login.user,
+        password=login.password,
+        tls=login.tls,
         error_cb=error_cb,
         disconnected_cb=disconnected_cb,
         reconnected_cb=reconnected_cb,

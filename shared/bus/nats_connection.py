@@ -17,6 +17,7 @@ from nats import errors
 from nats.aio.msg import Msg
 
 from shared.bus.base import Handler, Incoming
+from shared.bus.login import NOBODY, Login
 from shared.bus.nats_anonymous import Access
 from shared.bus.nats_client import FLUSH_TIMEOUT, NatsClient, denial_in, dial, status_of, user_headers
 from shared.bus.nats_inbox import Inbox, Mailbox
@@ -42,9 +43,10 @@ class NoAnswer(BusDisconnected):
 class Connection:
     """See the module. `name` shows in the server's list of connections; `url` may list several servers."""
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, login: Login = NOBODY) -> None:
         self._servers = url.split(",")
         self._name = name
+        self._login = login.at(url)
         self._trouble = Trouble(self._servers, name)
         self.counters = self._trouble.counters
         self.handler_failed = self._trouble.handler_failed
@@ -54,7 +56,7 @@ class Connection:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._revival: asyncio.Task[None] | None = None
-        self._access = Access(name, self.spawn)
+        self._access = Access(name, self.spawn, login.tls)
         self._inbox = Inbox(self._new_prefix(), lambda _: None)
 
     # Life
@@ -64,7 +66,7 @@ class Connection:
 
         Raises BusDisconnected when none came, ConfigError when it refuses our credentials.
         """
-        self._client = await dial(self._servers, self._name, wait, self)
+        self._client = await dial(self._servers, self._name, self._login, wait, self)
         await self._attach(self._inbox)
 
     @property
@@ -227,7 +229,7 @@ class Connection:
         """nats-py counts some errors of the server as final. They are not: start over with a new client."""
         while not self._client.is_connected:
             try:
-                self._client = await dial(self._servers, self._name, None, self)
+                self._client = await dial(self._servers, self._name, self._login, None, self)
                 await self._receivers.attach_all(self._client)
                 self.on_return()
             except (BusError, ConfigError, errors.Error) as error:
@@ -267,7 +269,7 @@ class Connection:
     # Helpers
 
     def _new_prefix(self) -> str:
-        return new_inbox(user_of(self._servers[0]))
+        return new_inbox(self._login.user or user_of(self._servers[0]), self._login.inbox)
 
     def _hand_back(self, message: Msg) -> None:
         if message.reply.startswith("$JS.ACK.") and self.connected:

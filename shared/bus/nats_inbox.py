@@ -5,6 +5,7 @@ request, may have many answers, and do not lose a job: one that comes when nobod
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Callable
 
@@ -77,12 +78,12 @@ class Inbox:
         self.stray = stray
         self.subject = f"{prefix}.*"
         self._open: dict[str, Mailbox] = {}
-        self._count = 0
         self._refused = False
 
     def open(self, asks: str) -> Mailbox:
-        self._count += 1
-        token = str(self._count)
+        # Not to be guessed: who hears a request, an event or a draft's ask, reads the inbox in it, and could have the
+        # server or a worker answer a later one in it.
+        token = secrets.token_hex(8)
         box = self._open[token] = Mailbox(self, token, asks)
         if self._refused:
             box.end(self._no_subscription())

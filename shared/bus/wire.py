@@ -19,12 +19,17 @@ MAX_MESSAGE_ID = 1024
 """Bytes. Sent as a header, in the room that a bus keeps free beside the largest payload."""
 
 
-def new_inbox(user: str | None) -> str:
-    """Where a connection hears answers. Under its user's name, so that permissions can keep others from listening:
-    what comes there are requests of a queue, and what they are acked with.
+def new_inbox(user: str | None, prefix: str = "") -> str:
+    """Where a connection hears answers: under its user's name, or under `prefix`, so that permissions can keep others
+    from listening. What comes there are requests of a queue, and what they are acked with.
     """
     own = f"{user}." if user is not None and re.fullmatch(r"[A-Za-z0-9_-]+", user) else ""
-    return f"{INBOX}{own}{secrets.token_hex(11)}"
+    return f"{prefix}.{secrets.token_hex(11)}" if prefix else f"{INBOX}{own}{secrets.token_hex(11)}"
+
+
+def names_user(url: str) -> bool:
+    """Whether an address, or one of several, brings a user or a token."""
+    return any("@" in part for part in url.split(","))
 
 
 def user_of(url: str) -> str | None:
@@ -34,6 +39,12 @@ def user_of(url: str) -> str | None:
     except ValueError:
         return None
     return parts.username if parts.password is not None else None
+
+
+def without_login(url: str) -> str:
+    """The address for people to read: without the credentials in it."""
+    parts = [part.rpartition("@") for part in url.split(",")]
+    return ",".join(f"{login.partition('//')[0]}//{rest}" if "//" in login else rest for login, _, rest in parts)
 
 
 def header_bytes(headers: Mapping[str, str] | None) -> int:

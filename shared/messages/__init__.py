@@ -7,6 +7,7 @@ was meant to change the answer.
 
 from __future__ import annotations
 
+from shared.messages.attempts import Attempt, DeadLetter
 from shared.messages.base import (
     CLAIM_NAME,
     DEFAULT_MAX_TOKENS,
@@ -58,9 +59,11 @@ __all__ = [
     "MESSAGE_TYPES",
     "PROTOCOL_VERSION",
     "Again",
+    "Attempt",
     "Beat",
     "ChatMessage",
     "Claim",
+    "DeadLetter",
     "Draft",
     "DraftAsk",
     "DraftItem",
@@ -95,5 +98,5 @@ __all__ = [
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (
     Generate, Tokens, Finished, Failed, Again, Missed, PrefillJob, Claim, HeldBlocks, Handover, HandoverReply,
-    Drop, Dropped, DraftAsk, Drafts, Beat,
+    Drop, Dropped, DraftAsk, Drafts, Beat, Attempt, DeadLetter,
 )  # fmt: skip

@@ -38,6 +38,8 @@ class Beat(Message):
     type: Literal["beat"] = "beat"
     role: Literal["prefill", "decode", "drafter"]
     worker: WorkerName
+    life: Annotated[str, Field(max_length=32)] = ""
+    """Tells this process from others that have had the worker's name."""
     identity: Identity | None = None
     """None for a drafter: it shares tokens, never blocks."""
     vocabulary: str = ""
@@ -45,5 +47,6 @@ class Beat(Message):
     hidden_size: Annotated[int, Field(ge=0, le=MAX_HIDDEN)] = 0
     """Of a drafter: it reads hidden states of the target of so many channels; 0: none."""
     draining: bool = False
+    """Takes no work: no longer, or not yet."""
     load: Load = Load()
     counters: Annotated[dict[RequestId, int], Field(max_length=MAX_COUNTERS)] = {}

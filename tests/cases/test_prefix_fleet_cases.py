@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from shared import actor
 from shared.cache.index import PrefixIndex
 from shared.engine.span import Span
 from shared.errors import InvalidField, StreamFull
@@ -55,8 +56,11 @@ async def test_case_1_keys_that_collide_are_told_apart_by_their_tokens(monkeypat
     ids=["weights", "codec", "block size"],
 )
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-async def test_cases_6_7_63_what_was_made_otherwise_is_never_used(changed: dict[str, Any], role: str) -> None:
+async def test_cases_6_7_63_what_was_made_otherwise_is_never_used(
+    changed: dict[str, Any], role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Warm, then one role comes back with other weights, KV type or block size under the same name of the model."""
+    monkeypatch.setattr(actor, "JOIN_BEATS", 0)  # as those that start together: it joins before it has heard the others
     tokens = prompt(61)
     other, weights = FakeEngine(blocks=128, **changed), changed.get("weights", 0) if role == "decode" else 0
     async with FaultyFleet() as rig:

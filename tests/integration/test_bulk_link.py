@@ -20,6 +20,7 @@ from shared.bus.bulk_link import BulkLink
 from shared.bus.bulk_stream import StreamLink
 from shared.bus.bulk_wire import parse_servers
 from shared.bus.embedded import EmbeddedNats
+from shared.bus.login import Login
 from shared.bus.nats import NatsBus
 from shared.errors import (
     BusDisconnected,
@@ -114,7 +115,7 @@ class TestLogin:
         with nats_server(tmp_path, config) as address:
             self._make_stream_with_tls(f"tls://{address}", trusting)
             for number, scheme in enumerate(("nats", "tls")):  # the server requires it in any case
-                link = StreamLink(f"{scheme}://{address}", "x", tls=trusting)
+                link = StreamLink(f"{scheme}://{address}", "x", login=Login(tls=trusting))
                 subjects = [f"b.{number}.{i}" for i in range(20)]
                 assert kinds(put(link, *subjects, data=data)) == [int] * 20
                 assert get(link, *subjects) == dict.fromkeys(subjects, data)
@@ -125,7 +126,7 @@ class TestLogin:
             assert "certificate" in str(answer)
         for url, context in ((server.url, trusting), (server.url.replace("nats", "tls"), None)):
             with pytest.raises(BusError, match="does not offer TLS"):
-                get(StreamLink(url, "x", tls=context), "b.a")
+                get(StreamLink(url, "x", login=Login(tls=context)), "b.a")
 
     def _make_stream_with_tls(self, url: str, trusting: ssl.SSLContext) -> None:
         link = BulkLink(parse_servers(url), "maker", trusting)
@@ -162,7 +163,7 @@ class TestLogin:
                 (f"u:sesame@{address}", ssl.create_default_context()),
             ):
                 with pytest.raises(BusError):
-                    get(StreamLink(url, "x", tls=context), "b.a")
+                    get(StreamLink(url, "x", login=Login(tls=context)), "b.a")
             assert heard == []
             with pytest.raises(BusError):
                 get(StreamLink(f"u:sesame@{address}", "x"), "b.a")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,6 +16,7 @@ from shared.subjects import Subjects
 from tests.fake_engine import completion
 from tests.fleet_rig import MODEL, FleetRig
 from tests.nats_rig import NatsRig
+from trine.access import ROLES, configuration, variable
 from trine.client import Client
 from trine.completion import Completion
 from trine.missed import stored_events
@@ -24,14 +24,14 @@ from trine.stream import Stream
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(30)]
 
-CONF = Path(__file__).parents[2] / "deploy" / "tenants.conf"
-PASSWORDS = {f"TRINE_{name.upper()}_PASSWORD": f"of-{name}" for name in ("worker", "acme", "globex")}
+TENANTS = ("acme", "globex")
+PASSWORDS = {variable(user): f"of-{user}" for user in (*ROLES, *TENANTS)}
 PROMPT = list(range(100, 141))  # ten blocks and a token
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EmbeddedNats]:
-    with mock.patch.dict(os.environ, PASSWORDS), EmbeddedNats(config=CONF.read_text()) as running:
+    with mock.patch.dict(os.environ, PASSWORDS), EmbeddedNats(config=configuration([MODEL], TENANTS)) as running:
         yield running
 
 
@@ -41,7 +41,8 @@ def url(server: EmbeddedNats, user: str) -> str:
 
 @pytest.fixture
 async def rig(server: EmbeddedNats) -> AsyncIterator[FleetRig]:
-    spare = [await NatsBus.connect(url(server, "worker"), name="rig", wait=5) for _ in range(4)]
+    users = ("prefill", "prefill", "decode", "decode")  # the last ones are taken first
+    spare = [await NatsBus.connect(url(server, user), name="rig", wait=5) for user in users]
     async with NatsRig(spare) as fleet:
         await fleet.decode()
         await fleet.prefill()
@@ -78,7 +79,7 @@ async def test_the_server_refuses_who_says_to_be_another(rig: FleetRig, server: 
         subjects.all_held,
         subjects.beats,
         "_INBOX.>",
-        "_INBOX.worker.>",
+        "_INBOX.decode.>",
         subjects.requests[1],
         ">",
     ):
@@ -134,6 +135,10 @@ async def test_a_tenant_is_told_what_it_missed(
     answer = await ask(server, "acme")
     assert lost
     assert answer.usage.completion_tokens == 3
+    async with Client(url(server, "acme"), MODEL, tenant="acme") as client:
+        rest = client.resume(answer.id, 1)
+        tokens = [token async for delta in rest for token in delta.token_ids]
+    assert tokens == completion(PROMPT, 3)[1:]
     acme = await NatsBus.connect(url(server, "acme"), name="acme", wait=5)
     with pytest.raises(PermissionDenied):
         await stored_events(acme, Subjects(MODEL), "r", "globex", 0, 2.0)

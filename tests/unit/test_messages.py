@@ -18,8 +18,10 @@ from shared.messages import (
     MAX_HIDDEN,
     MESSAGE_TYPES,
     Again,
+    Attempt,
     Beat,
     Claim,
+    DeadLetter,
     Draft,
     DraftAsk,
     DraftItem,
@@ -84,6 +86,18 @@ EXAMPLES: list[Message] = [
     Drop(scope="acme"),
     Dropped(worker="d1", pool_blocks=3, host_blocks=2),
     Claim(worker="d1", names=b"n" * 32, ended=[7]),
+    Attempt(attempt=2, worker="d1", life="ab", busy=True),
+    DeadLetter(
+        id="a1",
+        tenant="acme",
+        subject="trine.m.req.low.acme",
+        request=b"{}",
+        code="poison",
+        reason="given up",
+        attempts=2,
+        workers=["d1", "d2"],
+        at=1.5,
+    ),
 ]
 
 
@@ -337,3 +351,11 @@ class TestSubjects:
             block_of("trine.m.tok.x.y.z")
         with pytest.raises(ValueError, match="priority"):
             subjects.request("urgent")
+
+
+def test_a_draft_has_a_chance_for_each_token_or_none() -> None:
+    draft = {"session": "s", "position": 1, "token_ids": [1, 2], "source": "x"}
+    assert Draft.model_validate({**draft, "chances": [0.5, 1.0]}).chances == [0.5, 1.0]
+    for chances in ([0.5], [0.5, 1.5], [0.5, -0.1], [0.5, float("nan")], [0.1] * 3):
+        with pytest.raises(ValueError, match="chances"):
+            Draft.model_validate({**draft, "chances": chances})
