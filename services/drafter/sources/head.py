@@ -30,6 +30,7 @@ BUCKETS = len(LIKELY) + 1
 DEPTHS = 4  # places in a draft that are told apart, the last for all deeper ones
 _CHANCES = (0.07, 0.14, 0.2, 0.29, 0.38, 0.47, 0.55, 0.63, 0.74, 0.88, 0.95)  # as measured: a little less than it says
 PRIORS = _CHANCES * DEPTHS
+GOES_ON = 0.7  # a step for a guess that would have to be surer than that to be worth checking is not made
 REACHED = 0.4  # chance of a guess to be of use, per place, to begin with
 SMOOTHING = 0.1
 MOST = 4.0  # a step that took so many times as long as usual counts as if it had been that
@@ -270,7 +271,7 @@ class HeadSource:
         chain.through = through
         chain.guesses.append(token)
         chain.kinds.append(kind)
-        chain.ended = chain.ended or token in self._head.info.eos_ids
+        chain.ended = token in self._head.info.eos_ids or through * GOES_ON < chain.wish.least
 
     def _learn(self, chain: Chain) -> None:
         """How far chains reach on average, whatever they come upon."""
