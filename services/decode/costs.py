@@ -96,6 +96,35 @@ class Line:
         return self._vll + 2.0 * self._vls * x + self._vss * x * x
 
 
+@dataclass(slots=True)
+class Bend:
+    """How far a step without drafts is below the line that steps with drafts are on: checking the first draft costs
+    more than each further one, as another kernel multiplies many rows. What counts is each kind's share of what the
+    line said of it, so that it does not matter how fast the machine is at the time.
+    """
+
+    plain: float = 1.0
+    drafted: float = 1.0
+    seen: tuple[int, int] = (0, 0)
+
+    SMOOTHING = 0.05
+    LEAST = 0.7
+    FEW = 8
+
+    def see(self, drafts: bool, share: float) -> None:
+        share = min(max(share, 0.5), 2.0)
+        if drafts:
+            self.drafted += (share - self.drafted) * self.SMOOTHING
+        else:
+            self.plain += (share - self.plain) * self.SMOOTHING
+        self.seen = self.seen[0] + (not drafts), self.seen[1] + drafts
+
+    @property
+    def factor(self) -> float:
+        """What a step without drafts takes, as a share of what the line says."""
+        return min(max(self.plain / self.drafted, self.LEAST), 1.0) if min(self.seen) >= self.FEW else 1.0
+
+
 class StepCosts:
     """Seconds of a decode step by its sequences and positions. Each power of two of sequences has a line of its own:
     what a position costs depends on how many others share the reading of the weights, and on whose KV is read.
@@ -106,11 +135,15 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._lines: dict[int, Line] = {}
+        self._bends: dict[int, Bend] = {}
         self._plain: dict[int, tuple[int, int]] = {}  # steps without drafts, and which step was the last of them
 
     def see(self, sequences: int, positions: int, seconds: float) -> None:
         size = sequences.bit_length()
         line = self._lines.setdefault(size, Line(STEP))
+        if line.seen:
+            share = seconds / max(line.at(float(positions)), 1e-9)
+            self._bends.setdefault(size, Bend()).see(positions > sequences, share)
         line.see(float(positions), max(seconds, 1e-9))
         if positions == sequences:
             self._plain[size] = (self._plain.get(size, (0, 0))[0] + 1, line.seen)
@@ -119,6 +152,10 @@ class StepCosts:
         """Of so many sequences, or of the number nearest to it that was seen; None before the first step."""
         size = sequences.bit_length()
         return min(self._lines.items(), key=lambda item: abs(item[0] - size), default=(0, None))[1]
+
+    def bend(self, sequences: int) -> float:
+        """Seconds of a step of so many sequences without drafts, as a share of what the line says."""
+        return self._bends.get(sequences.bit_length(), Bend()).factor
 
     def sure(self, sequences: int) -> bool:
         """Whether it is known what a step without drafts costs: else it could not be told whether drafts pay.

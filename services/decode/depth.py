@@ -222,9 +222,15 @@ class Allotment:
     wait: float
 
 
-def allot(prospects: Seq[Prospect], cost: Line, room: int, longest_wait: float) -> Allotment:
-    """Depths, at most `room` in all, for the most tokens per second; `cost`: seconds of a step by its positions."""
-    best = _fill(prospects, cost, room, 0.0)
+def allot(prospects: Seq[Prospect], cost: Line, room: int, longest_wait: float, bend: float = 1.0) -> Allotment:
+    """Depths, at most `room` in all, for the most tokens per second; `cost`: seconds of a step by its positions.
+
+    `bend`: a step without any drafts takes this share of what `cost` says.
+    """
+    tokens = float(len(prospects))
+    seconds = cost.at(tokens) * bend
+    best = _Fill([0] * len(prospects), tokens, seconds, tokens / max(seconds, 1e-12))
+    best = max(best, _fill(prospects, cost, room, 0.0), key=lambda fill: fill.rate)
     base = best.rate
     for wait in _waits(prospects, longest_wait, GRAIN * best.seconds):
         best = max(best, _fill(prospects, cost, room, wait), key=lambda fill: fill.rate)

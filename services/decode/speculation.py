@@ -84,7 +84,8 @@ class DraftBook:
             in_vain = min(self._longest_wait, cost.at(float(len(sequences))))
             arrivals = {d: s.arrivals(self.depth, in_vain) for d, s in self._drafters.items()}
             prospects = [self._prospect(s, arrivals) for s in sequences]
-            allotment = allot(prospects, cost, self._spare(sequences), self._longest_wait)
+            bend = self._costs.bend(len(sequences))
+            allotment = allot(prospects, cost, self._spare(sequences), self._longest_wait, bend)
             depths, wait = allotment.depths, allotment.wait
         items: dict[str, list[DraftItem]] = {}
         for sequence, depth in zip(sequences, depths, strict=True):
@@ -131,7 +132,7 @@ class DraftBook:
             depths = [0] * len(here)
         elif self._adaptive and cost is not None:
             prospects = [self._sessions[s.id].prospect(self._room(s)) for s in here]
-            depths = allot(prospects, cost, self._spare(here), 0.0).depths
+            depths = allot(prospects, cost, self._spare(here), 0.0, self._costs.bend(len(here))).depths
         else:
             depths = [self._held(s) for s in here]
         out = []

@@ -120,6 +120,27 @@ class TestLine:
             assert fit.spread(1) >= 0
 
 
+class TestBend:
+    def test_the_first_draft_costs_more_than_the_next(self) -> None:
+        """At 52, 64, 69, 74 ms for 1 to 4 positions a first draft that is right in one of six cases does not pay."""
+        costs, rng = StepCosts(), random.Random(3)
+        for turn in range(300):
+            positions = 1 if turn % 5 == 0 else rng.choice((2, 2, 3, 4))
+            costs.see(1, positions, (52 if positions == 1 else 54 + 5 * positions) * MS * rng.gauss(1.0, 0.02))
+        cost = costs.line(1)
+        assert cost is not None
+        assert costs.bend(1) < 0.96
+        for chance, depth in ((0.16, 0), (0.5, 1)):
+            assert allot([Prospect((chance,))], cost, 8, 0.0, costs.bend(1)).depths == [depth]
+
+    def test_nothing_is_made_of_noise(self) -> None:
+        costs, rng = StepCosts(), random.Random(4)
+        for _ in range(300):
+            positions = rng.choice((1, 2, 3, 4))
+            costs.see(1, positions, (50 + 4 * positions) * MS * rng.gauss(1.0, 0.05))
+        assert costs.bend(1) > 0.97
+
+
 class TestAcceptance:
     def test_a_new_sequence_is_expected_to_be_as_others_until_it_shows_otherwise(self) -> None:
         common = Acceptance(64)
