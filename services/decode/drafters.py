@@ -54,8 +54,10 @@ class DrafterState:
     late. So one that is stuck costs one wait, and one that wakes up is back with its first answer.
     """
 
-    trip: Line = field(default_factory=lambda: Line(TRIP))
-    """Seconds from ask to answer, by the drafts of the longest of it."""
+    trips: dict[int, Line] = field(default_factory=dict)
+    """Seconds from ask to answer, by the drafts of the longest of it: one for each power of two of sequences."""
+    heard: int = 0
+    """Answers that those lines are made of."""
     in_time: float = 1.0
     """Share of answers, of late, that came while they were awaited, or would have."""
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(COMMON_MEMORY))
@@ -73,7 +75,9 @@ class DrafterState:
         if ask.told > UNREAD:
             return  # says nothing of what comes after it
         self.in_time += (float(in_time) - self.in_time) / 8.0
-        self.trip.see(float(max(drafts, 1)), max(seconds, 1e-9))
+        self.heard += 1
+        line = self.trips.setdefault(len(ask.items).bit_length(), Line(TRIP))
+        line.see(float(max(drafts, 1)), max(seconds, 1e-9))
 
     def lost(self, ask: Ask, step: int) -> None:
         self.closed(ask)
@@ -91,10 +95,12 @@ class DrafterState:
     def may_probe(self, step: int) -> bool:
         return False not in self.open and not (self.doubted and self.open) and step >= self.resume_at
 
-    def arrivals(self, depth: int, in_vain: float) -> Seq[float]:
-        """Seconds that a step waits, on average, if 1, 2, … `depth` drafts come; `in_vain` if the answer is late."""
-        late = (1.0 - self.in_time) * in_vain
-        return [late + self.in_time * max(self.trip.at(float(k)), 0.0) for k in range(1, depth + 1)]
+    def arrivals(self, sequences: int, depth: int, in_vain: float) -> Seq[float]:
+        """Seconds that a step waits, on average, if 1, 2, … `depth` drafts come for each of so many sequences;
+        `in_vain` if the answer is late."""
+        size, late = sequences.bit_length(), (1.0 - self.in_time) * in_vain
+        nearest = min(self.trips.items(), key=lambda item: abs(item[0] - size), default=(size, Line(TRIP)))[1]
+        return [late + self.in_time * max(nearest.at(float(k)), 0.0) for k in range(1, depth + 1)]
 
 
 def readers(drafters: Iterable[Beat], hidden_size: int) -> frozenset[str]:

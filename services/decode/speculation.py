@@ -82,7 +82,8 @@ class DraftBook:
             return [], 0.0
         else:
             in_vain = min(self._longest_wait, cost.at(float(len(sequences))))
-            arrivals = {d: s.arrivals(self.depth, in_vain) for d, s in self._drafters.items()}
+            each = -(-len(sequences) // max(len(self._drafters), 1))
+            arrivals = {d: s.arrivals(each, self.depth, in_vain) for d, s in self._drafters.items()}
             prospects = [self._prospect(s, arrivals) for s in sequences]
             bend = self._costs.bend(len(sequences))
             allotment = allot(prospects, cost, self._spare(sequences), self._longest_wait, bend)
@@ -106,7 +107,7 @@ class DraftBook:
             due_at = max(session.probe_at, session.resume_at)
             if drafter is None or self._step < due_at or not drafter.may_probe(self._step):
                 continue
-            if self._budget.spent and drafter.trip.seen > FREE_PROBES and not self._to_be_read(sequence):
+            if self._budget.spent and drafter.heard > FREE_PROBES and not self._to_be_read(sequence):
                 continue
             if not self._adaptive and not drafter.doubted:
                 continue
@@ -176,15 +177,15 @@ class DraftBook:
         drafter = self._drafters.get(session.drafter)
         if drafter is None or session.probing or self._step < session.resume_at or not drafter.may_wait():
             return False
-        return not self._adaptive or (drafter.trip.seen > 0 and len(sequence.tokens) - session.told <= UNREAD)
+        return not self._adaptive or (drafter.heard > 0 and len(sequence.tokens) - session.told <= UNREAD)
 
     def _to_be_read(self, sequence: Sequence) -> bool:
         """Whether the drafter should read this prompt now because drafts for it are expected to pay."""
         session = self._sessions[sequence.id]
         drafter, cost = self._drafters[session.drafter], self._costs.line(1)
-        if len(sequence.tokens) - session.told <= UNREAD or drafter.doubted or not drafter.trip.seen or cost is None:
+        if len(sequence.tokens) - session.told <= UNREAD or drafter.doubted or not drafter.heard or cost is None:
             return False
-        arrivals = drafter.arrivals(self.depth, min(self._longest_wait, cost.at(1.0)))
+        arrivals = drafter.arrivals(1, self.depth, min(self._longest_wait, cost.at(1.0)))
         right, coming = session.acceptance.asked(self.depth)
         prospect = Prospect((), right, arrivals, coming)
         return bool(allot([prospect], cost, self.depth, self._longest_wait).depths[0])

@@ -68,7 +68,7 @@ async def test_what_was_learned_of_a_drafter_outlives_the_request() -> None:
         await rig.client().generate(token_ids=[5] * 30, max_tokens=20)
         await rig.quiet()
         known = worker._drafting.book._drafters["drafter-1"]
-        assert known.trip.seen > 0
+        assert known.heard > 0
         await rig.client().generate(token_ids=[6] * 30, max_tokens=4)
         assert worker._drafting.book._drafters["drafter-1"] is known
 

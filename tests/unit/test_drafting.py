@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from services.decode.drafters import MAX_PAUSE, UNREAD, Ask, readers
+from services.decode.drafters import MAX_PAUSE, UNREAD, Ask, DrafterState, readers
 from services.decode.sequence import Sequence
 from services.decode.speculation import MAX_STATES, MAX_TOLD, DraftBook
 from shared.codec import encode
-from shared.messages import MAX_BATCH, MAX_HIDDEN, MAX_SESSION_TOKENS, Beat, Draft, DraftAsk
+from shared.messages import MAX_BATCH, MAX_HIDDEN, MAX_SESSION_TOKENS, Beat, Draft, DraftAsk, DraftItem, Sampling
 from tests.draft_world import MS, decoding
 
 LONG = list(range(UNREAD + 50))
@@ -332,6 +332,24 @@ class TestWhatTheDrafterSays:
         assert asked.least == pytest.approx(0.25, abs=0.05)
         (item,) = asked.items
         assert item.k + item.more == 4
+
+
+class TestHowLongAnAnswerTakes:
+    def test_it_is_known_by_how_many_sequences_are_asked_about(self) -> None:
+        """Half a step for eight sequences is too long, for one a tenth is not."""
+        drafter = DrafterState()
+        for _ in range(20):
+            for count, seconds in ((1, 5 * MS), (8, 25 * MS)):
+                asked = Ask(
+                    "d",
+                    [DraftItem(session=f"s{n}", base=0, token_ids=[1], k=4, sampling=Sampling()) for n in range(count)],
+                    True,
+                )
+                drafter.answered(asked, 1, seconds, True)
+        assert drafter.arrivals(1, 4, 1.0)[0] == pytest.approx(5 * MS, rel=0.1)
+        assert drafter.arrivals(8, 4, 1.0)[0] == pytest.approx(25 * MS, rel=0.1)
+        assert drafter.arrivals(60, 4, 1.0)[0] == pytest.approx(25 * MS, rel=0.1)
+        assert DrafterState().arrivals(1, 4, 1.0) == [0.0] * 4
 
 
 class TestDisturbedSteps:
