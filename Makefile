@@ -25,16 +25,21 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## start a fleet, stream an answer, ask again with a warm cache
 	$(BIN)/trine demo
 
-# Tests of pure code, kernels and buses share the cores; those that start fleets have them to themselves.
-ALONE := tests/integration tests/e2e
-TOGETHER := -n 2 --dist worksteal $(filter-out $(ALONE) tests/compose tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+# Tests of pure code, kernels and buses share the cores. Those of small fleets mostly wait: two run at a time, and nothing
+# else. Those with real weights have the cores to themselves.
+FLEETS := tests/integration
+ALONE := tests/e2e
+SHARED := -n 2 --dist worksteal
+TOGETHER := $(filter-out $(FLEETS) $(ALONE) tests/compose tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: setup ## the fast tests
-	$(BIN)/python -m pytest -m "not slow" $(TOGETHER)
+	$(BIN)/python -m pytest -m "not slow" $(SHARED) $(TOGETHER)
+	$(BIN)/python -m pytest -m "not slow" $(SHARED) $(FLEETS)
 	$(BIN)/python -m pytest -m "not slow" $(ALONE)
 
 test-slow: setup ## the tests that take longer than about ten seconds each
-	$(BIN)/python -m pytest -m slow $(TOGETHER)
+	$(BIN)/python -m pytest -m slow $(SHARED) $(TOGETHER)
+	$(BIN)/python -m pytest -m slow $(SHARED) $(FLEETS)
 	$(BIN)/python -m pytest -m slow $(ALONE)
 
 lint: setup ## style, formatting, types and import layers
