@@ -205,7 +205,7 @@ def test_a_step_that_fails_costs_only_those_to_blame() -> None:
     for one in (good, bad, again):
         source.end(one)
     assert source.plan() is None
-    assert not (source._chains or source._adjusting or source._barred or source._suspects)
+    assert not (source._chains or source._adjusting or source._blame.barred or source._blame.suspects)
 
 
 def test_the_newest_wish_counts_and_one_answered_early_stops() -> None:

@@ -479,8 +479,8 @@ class TestFailures:
         for one in sessions:
             source.end(one)
         assert step(source) is None
-        assert not source._barred
-        assert not source._suspects
+        assert not source._blame.barred
+        assert not source._blame.suspects
 
     def test_a_session_that_ends_while_its_step_runs_is_gone_with_the_next(self) -> None:
         source, _ = watched()

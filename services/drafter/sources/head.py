@@ -20,7 +20,7 @@ from services.drafter.record import CERTAIN, Fit, Record
 from services.drafter.sessions import Session
 from services.drafter.sources.adjusting import Adjusting
 from services.drafter.sources.base import Wish
-from shared.engine.base import BadSpans
+from services.drafter.sources.blame import Blame
 from shared.messages import MAX_DRAFT, Sampling
 from shared.sampling.adjustments import Adjustments
 from shared.sampling.params import Row
@@ -116,9 +116,7 @@ class HeadSource:
         self._wishes: dict[Session, tuple[Wish, int]] = {}  # that no plan has taken in, and how many guesses
         self._adjusting: dict[Session, Adjusting] = {}
         self._ended: list[Session] = []
-        self._suspects: set[Session] = set()
-        """They were in a step that failed. Each steps alone next: then it is known who is to blame."""
-        self._barred: set[Session] = set()
+        self._blame = Blame()
         self._reached = [REACHED ** (depth + 1) for depth in range(MAX_DRAFT)]
         """How likely a guess in each place was of use, over all chains, also those that ended before."""
         self._without = 0
@@ -145,7 +143,7 @@ class HeadSource:
         return bool(self._wishes or self._ended)
 
     def room(self, wish: Wish) -> int:
-        return 0 if not wish.hidden or wish.session in self._barred else wish.most
+        return 0 if not wish.hidden or wish.session in self._blame.barred else wish.most
 
     def reach(self, wish: Wish, depth: int) -> int:
         """All there is room for: it ends where it is not sure enough."""
@@ -203,7 +201,7 @@ class HeadSource:
         going = [session for session, chain in self._chains.items() if not chain.done]
         if not going:
             return None
-        going = [session for session in going if session in self._suspects][:1] or going[:MAX_ROWS]
+        going = list(self._blame.turn(going))[:MAX_ROWS]
         chains = [self._chains[session] for session in going]
         return Plan(
             tuple(going),
@@ -224,7 +222,7 @@ class HeadSource:
     def commit(self, plan: Plan, out: Sequence[Guess], seconds: float) -> None:
         # A stall of the whole machine is no step: it would be long before another is tried.
         self.step_s += (min(seconds, MOST * self.step_s) - self.step_s) * SMOOTHING
-        self._suspects.difference_update(plan.sessions)
+        self._blame.passed(plan.sessions)
         for session, (token, likely, features) in zip(plan.sessions, out, strict=True):
             chain = self._chains[session]
             self._add(chain, token, likely, session.fits[self.name])
@@ -233,20 +231,15 @@ class HeadSource:
                 self._learn(chain)
 
     def fail(self, plan: Plan, error: Exception) -> None:
-        if not isinstance(error, BadSpans) and len(plan.sessions) > 1:
-            self._suspects.update(plan.sessions)
-            return
-        for index in error.spans if isinstance(error, BadSpans) else (0,):
-            session = plan.sessions[index]
+        for session in self._blame.failed(plan.sessions, error):
             self._drop(session)
             self._wishes.pop(session, None)
-            self._barred.add(session)
 
     def _take_in(self) -> None:
         ended, self._ended = self._ended, []
         for session in ended:
             self._drop(session)
-            self._barred.discard(session)
+            self._blame.ended(session)
         wishes, self._wishes = self._wishes, {}
         for session, (wish, count) in wishes.items():
             adjusting = self._adjusting.setdefault(session, Adjusting())
@@ -281,7 +274,6 @@ class HeadSource:
             self._reached[depth] += (through - self._reached[depth]) * SMOOTHING
 
     def _drop(self, session: Session) -> None:
-        self._suspects.discard(session)
         self._chains.pop(session, None)
         self._adjusting.pop(session, None)
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from services.drafter.record import Record
 from services.drafter.sessions import Session
 from services.drafter.sources.base import Wish
+from services.drafter.sources.blame import Blame
 from services.drafter.sources.chain import Chain
 from shared.cache.blocks import BlockAllocator
 from shared.cache.naming import Lineage
-from shared.engine.base import BadSpans, StepEngine
+from shared.engine.base import StepEngine
 from shared.engine.span import Span
 
 SHORT = 16  # tokens that are computed in a step with others; more of them are read in a step of their own
@@ -60,10 +61,7 @@ class ModelSource:
         self._chains: dict[Session, Chain] = {}  # least recently drafted for first
         self._wishes: dict[Session, tuple[Wish, int]] = {}  # that no plan has taken in, and how many guesses
         self._ended: list[Session] = []
-        self._suspects: set[Session] = set()
-        """They were in a step that failed. Each steps alone next: then it is known who is to blame."""
-        self._barred: set[Session] = set()
-        """The model cannot bear them."""
+        self._blame = Blame()
         self._since_read = 0
         self.step_s, self._token_s = self._measure()
 
@@ -110,7 +108,7 @@ class ModelSource:
 
     def room(self, wish: Wish) -> int:
         """Guesses that the model's context has room for; none for a session that it fails at."""
-        return 0 if wish.session in self._barred else max(min(wish.k, self._info.context_length - wish.length), 0)
+        return 0 if wish.session in self._blame.barred else max(min(wish.k, self._info.context_length - wish.length), 0)
 
     def want(self, wish: Wish, depth: int) -> None:
         """Somebody waits for `depth` guesses; with 0 it only reads and guesses ahead. The newest wish counts."""
@@ -143,7 +141,7 @@ class ModelSource:
         """The next step; None when there is nothing to do."""
         self._take_in()
         while batch := self._turn():
-            batch = [s for s in batch if s in self._suspects][:1] or batch
+            batch = list(self._blame.turn(batch))
             ahead = not self._chains[batch[0]].waited_for
             ready = [s for s in batch if self._cover(s, spare=batch, ahead=ahead)]
             if ready:
@@ -159,7 +157,7 @@ class ModelSource:
     def commit(self, plan: Plan, out: Sequence[Sequence[int]], seconds: float) -> None:
         """The step has succeeded."""
         self._note(plan, seconds)
-        self._suspects.difference_update(plan.sessions)
+        self._blame.passed(plan.sessions)
         for session, span, tokens in zip(plan.sessions, plan.spans, out, strict=True):
             chain = self._chains[session]
             chain.computed = span.start + len(span.token_ids)
@@ -171,20 +169,15 @@ class ModelSource:
 
         What the others hold is as it was: a step writes only beyond that.
         """
-        if not isinstance(error, BadSpans) and len(plan.sessions) > 1:
-            self._suspects.update(plan.sessions)
-            return
-        for index in error.spans if isinstance(error, BadSpans) else (0,):
-            session = plan.sessions[index]
+        for session in self._blame.failed(plan.sessions, error):
             self._drop(session)
             self._wishes.pop(session, None)
-            self._barred.add(session)
 
     def _take_in(self) -> None:
         ended, self._ended = self._ended, []
         for session in ended:
             self._drop(session)
-            self._barred.discard(session)
+            self._blame.ended(session)
         wishes, self._wishes = self._wishes, {}
         for session, (wish, depth) in wishes.items():
             chain = self._begun(wish)
@@ -287,7 +280,7 @@ class ModelSource:
             self._allocator.commit(chain.table[index], chain.names[index])
 
     def _drop(self, session: Session) -> None:
-        self._suspects.discard(session)
+        self._blame.passed([session])  # what it is suspected for is gone
         if (chain := self._chains.pop(session, None)) is not None:
             self._allocator.release(chain.table)
 
