@@ -28,6 +28,8 @@ from shared.telemetry import Counters, rarely
 T = TypeVar("T")
 Role = Literal["prefill", "decode", "drafter"]
 RETRY_S = 0.5
+SAY_EVERY_S = 10.0
+"""Between two lines about what a worker waits for."""
 JOIN_BEATS = 1.25
 """So many beats' time a worker listens for others before it joins, unless it hears one like itself: they answer a
 newcomer at once, and else with their next beat."""
@@ -187,8 +189,17 @@ class Actor:
                     await self.try_ensure_streams()
 
     async def ensure_streams(self) -> None:
-        """Create what is missing; ConfigError if what exists differs. Waits for the bus."""
-        await self.until_bus(self._ensure)
+        """Create what is missing; ConfigError if what exists differs. Waits for the bus, and for who may create it."""
+        said = float("-inf")
+        while True:
+            try:
+                return await self._ensure()
+            except BusError as error:
+                self.counters["bus_retries"] += 1
+                if time.monotonic() - said >= SAY_EVERY_S:
+                    said = time.monotonic()
+                    self.log.warning("waiting for streams", reason=error.message)
+                await anyio.sleep(RETRY_S)
 
     async def _ensure(self) -> None:
         for stream in self.streams():

@@ -44,6 +44,8 @@ class Settings(BaseSettings):
     nats_key: str = ""
     nats_inbox: Annotated[str, Field(pattern=r"^(_INBOX(\.[A-Za-z0-9_-]+)+)?$")] = ""
     """The subjects below which answers are heard; `_INBOX.<user>` when empty."""
+    nats_replicas: Annotated[int, Field(ge=1, le=5)] = 1
+    """Servers of a NATS cluster that keep each stream but that of blocks. All workers of a model must agree."""
     model: str = DEFAULT_MODEL
     """A local folder, a GGUF file, a hub id, or the name of the built-in default."""
     model_name: str = ""

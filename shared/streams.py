@@ -1,4 +1,9 @@
-"""The streams and consumers of one model. Every role that uses one ensures it, so none must start first."""
+"""The streams and consumers of one model. Every role that uses one ensures it, so none must start first.
+
+`replicas`: how many servers of a cluster keep it. All of these streams have as many (`TRINE_NATS_REPLICAS`), also those
+whose loss would cost only time: a stream that is away for as long as its one server is would stop who writes to it.
+Blocks alone always have one: they are bulk, and one that is not there is computed.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +40,7 @@ def request_stream(subjects: Subjects, settings: Settings) -> StreamSpec:
         max_msgs=settings.max_queued,
         # Longer ones are stored too, so that they get an answer that says why they are refused.
         max_msg_size=2 * Generate.max_bytes - HEADER_SLACK,
+        replicas=settings.nats_replicas,
     )
 
 
@@ -50,7 +56,7 @@ def request_consumers(subjects: Subjects, settings: Settings) -> list[ConsumerSp
     ]
 
 
-def prefill_stream(subjects: Subjects) -> StreamSpec:
+def prefill_stream(subjects: Subjects, replicas: int = 1) -> StreamSpec:
     """Prefill jobs. In memory: a lost job is computed by the decode worker that wanted it."""
     return StreamSpec(
         name=subjects.prefill_stream,
@@ -62,6 +68,7 @@ def prefill_stream(subjects: Subjects) -> StreamSpec:
         max_bytes=PREFILL_BYTES,
         max_msg_size=PrefillJob.max_bytes - HEADER_SLACK,
         max_age=600.0,
+        replicas=replicas,
     )
 
 
@@ -74,7 +81,7 @@ def prefill_consumer(subjects: Subjects, settings: Settings) -> ConsumerSpec:
     )
 
 
-def event_stream(subjects: Subjects) -> StreamSpec:
+def event_stream(subjects: Subjects, replicas: int = 1) -> StreamSpec:
     """Token events, kept for whoever continues a request or reads its stream again."""
     return StreamSpec(
         name=subjects.event_stream,
@@ -83,10 +90,11 @@ def event_stream(subjects: Subjects) -> StreamSpec:
         discard="old",
         max_bytes=EVENT_BYTES,
         max_age=EVENT_AGE_S,
+        replicas=replicas,
     )
 
 
-def claim_stream(subjects: Subjects) -> StreamSpec:
+def claim_stream(subjects: Subjects, replicas: int = 1) -> StreamSpec:
     """The claim log. A claim that is lost with it costs a block computed twice, no more."""
     return StreamSpec(
         name=subjects.claim_stream,
@@ -96,10 +104,11 @@ def claim_stream(subjects: Subjects) -> StreamSpec:
         max_bytes=CLAIM_BYTES,
         max_msg_size=Claim.max_bytes,
         max_age=CLAIM_AGE_S,
+        replicas=replicas,
     )
 
 
-def attempt_stream(subjects: Subjects) -> StreamSpec:
+def attempt_stream(subjects: Subjects, replicas: int = 1) -> StreamSpec:
     """Who was at work on which request. What is lost of it lets a request that kills workers be tried once more."""
     return StreamSpec(
         name=subjects.attempt_stream,
@@ -108,10 +117,11 @@ def attempt_stream(subjects: Subjects) -> StreamSpec:
         discard="old",
         max_bytes=ATTEMPT_BYTES,
         max_age=EVENT_AGE_S,
+        replicas=replicas,
     )
 
 
-def dead_stream(subjects: Subjects) -> StreamSpec:
+def dead_stream(subjects: Subjects, replicas: int = 1) -> StreamSpec:
     """Requests that were given up, for operators: on disk, one for each id, the oldest go first."""
     return StreamSpec(
         name=subjects.dead_stream,
@@ -122,16 +132,18 @@ def dead_stream(subjects: Subjects) -> StreamSpec:
         max_msgs_per_subject=1,
         max_msg_size=DeadLetter.max_bytes - HEADER_SLACK,
         max_age=DEAD_AGE_S,
+        replicas=replicas,
     )
 
 
 def decode_streams(subjects: Subjects, settings: Settings) -> list[StreamSpec]:
     """What a decode worker needs, beside the cache."""
+    replicas = settings.nats_replicas
     return [
         request_stream(subjects, settings),
-        prefill_stream(subjects),
-        event_stream(subjects),
-        claim_stream(subjects),
-        attempt_stream(subjects),
-        dead_stream(subjects),
+        prefill_stream(subjects, replicas),
+        event_stream(subjects, replicas),
+        claim_stream(subjects, replicas),
+        attempt_stream(subjects, replicas),
+        dead_stream(subjects, replicas),
     ]

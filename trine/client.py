@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, TypedDict, Unpack
@@ -10,7 +12,7 @@ from shared import telemetry
 from shared.bus.base import Bus
 from shared.bus.login import Login
 from shared.config import Settings
-from shared.errors import BusDisconnected
+from shared.errors import BusDisconnected, BusError
 from shared.messages import ChatMessage
 from shared.subjects import Subjects
 from shared.tenants import DEFAULT_TENANT
@@ -21,6 +23,8 @@ from trine.stream import Stream
 from trine.submit import DEFAULT_DEADLINE_S, prepare
 
 CONNECT_S = 5.0
+CANCEL_AGAIN_S = (0.0, 0.5, 1.0, 2.0, 2.0)
+"""Pauses before each of the cancels of a request that was given up while NATS was away; a worker is back sooner."""
 
 Priority = Literal["high", "normal", "low"]
 
@@ -176,3 +180,16 @@ class Client:
     async def _recheck(self) -> None:
         for stream in self._live:
             stream.recheck()
+        await self._pay_cancels()
+
+    async def _pay_cancels(self) -> None:
+        """Cancel what was given up while NATS was away. Several times: workers come back within seconds of us."""
+        owing = [stream for stream in self._live if stream.owes_cancel]
+        for pause in CANCEL_AGAIN_S:
+            await asyncio.sleep(pause)
+            asked = {(stream.model, stream.id) for stream in self._live if not stream.owes_cancel}
+            for stream in owing:
+                if not stream.expired and (stream.model, stream.id) not in asked:
+                    with contextlib.suppress(BusError):
+                        await stream.cancel()
+        self._live.difference_update(owing)

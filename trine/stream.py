@@ -57,6 +57,8 @@ class Stream:
         self._look_at = 0.0  # when to look into it next
         self._vain = 0  # looks since the last news
         self._stuck_since: float | None = None
+        self.owes_cancel = False
+        """It was given up while NATS was away: the request may be in the queue, and must not run when NATS is back."""
 
     @property
     def completion(self) -> Completion:
@@ -84,12 +86,21 @@ class Stream:
         await self._bus.publish(self._subjects.cancel(self.id, self._ask.tenant), b"")
 
     async def close(self) -> None:
-        """Cancel the request if it is under way."""
-        self._live.discard(self)
+        """Cancel the request if it is under way. What NATS does not hear now, it is told when it is back."""
+        if not self.owes_cancel:
+            self._live.discard(self)
         if self._sent and self._merger.terminal is None:
             self._sent = False
-            with contextlib.suppress(BusError):
+            try:
                 await self.cancel()
+            except BusError:
+                self.owes_cancel = True
+                self._live.add(self)
+
+    @property
+    def expired(self) -> bool:
+        """Whether no worker would begin with the request any more."""
+        return time.monotonic() >= self._deadline
 
     def recheck(self) -> None:
         """The connection was interrupted: read the event stream again from its beginning, it may be a new one."""

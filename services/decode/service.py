@@ -143,7 +143,8 @@ class DecodeWorker(JobActor):
     # Actor
 
     def streams(self) -> list[StreamSpec]:
-        return [*decode_streams(self.subjects, self.settings), self._cache.stream]
+        """Without that of blocks: the cache looks after it, and a worker serves when it is not there."""
+        return decode_streams(self.subjects, self.settings)
 
     def consumers(self) -> list[ConsumerSpec]:
         return request_consumers(self.subjects, self.settings)

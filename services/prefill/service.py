@@ -81,7 +81,9 @@ class PrefillWorker(JobActor):
     # Actor
 
     def streams(self) -> list[StreamSpec]:
-        return [prefill_stream(self.subjects), claim_stream(self.subjects), self._cache.stream]
+        """Without that of blocks: the cache looks after it, and a worker serves when it is not there."""
+        replicas = self.settings.nats_replicas
+        return [prefill_stream(self.subjects, replicas), claim_stream(self.subjects, replicas)]
 
     def consumers(self) -> list[ConsumerSpec]:
         return [prefill_consumer(self.subjects, self.settings)]

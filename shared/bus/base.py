@@ -72,6 +72,8 @@ class StreamSpec:
     max_msg_size: int = -1
     max_age: float = 0.0  # seconds; 0 keeps for ever
     allow_direct: bool = True
+    replicas: int = 1
+    """Servers of a cluster that keep it: more than half of them must be up for it to be there."""
 
 
 @dataclass(frozen=True)

