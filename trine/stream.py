@@ -8,9 +8,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 
-from shared.bus.base import Bus, Incoming, Stored
+from shared.bus.base import Bus, Incoming, Stored, Subscription
 from shared.codec import decode_event
-from shared.errors import BusError, DeadlineExceeded, RequestError, StreamMissing, Unavailable, from_code
+from shared.errors import (
+    BusDisconnected,
+    BusError,
+    DeadlineExceeded,
+    RequestError,
+    StreamMissing,
+    Unavailable,
+    from_code,
+)
 from shared.messages import Failed, Finished
 from shared.streams import REQUEST_HEADER
 from shared.subjects import Subjects
@@ -22,6 +30,7 @@ from trine.submit import Ask, submit
 READ_S = 5.0
 GAP_S = 0.05
 """A known gap is looked up in the event stream after so long: the stream may be a moment behind."""
+FAILOVER_S = 1.0
 QUIET_S = 2.0
 """So long without news makes the client look into the event stream; both double with each look in vain."""
 MAX_QUIET_S = 10.0
@@ -109,7 +118,7 @@ class Stream:
             self._events.put_nowait(None)
 
     async def _run(self) -> AsyncIterator[Delta]:
-        subscription = await self._bus.subscribe(self._subjects.events(self.id, self._ask.tenant), self._on_event)
+        subscription = await self._listen()
         self._live.add(self)
         try:
             watch = Stopwatch(time.monotonic())
@@ -123,6 +132,17 @@ class Stream:
         finally:
             await self.close()
             await subscription.unsubscribe()
+
+    async def _listen(self) -> Subscription:
+        """Raises BusDisconnected when NATS stays away for longer than it takes to reach another server of a cluster."""
+        subject, given_up = self._subjects.events(self.id, self._ask.tenant), time.monotonic() + FAILOVER_S
+        while True:
+            try:
+                return await self._bus.subscribe(subject, self._on_event)
+            except BusDisconnected:
+                if time.monotonic() >= given_up:
+                    raise
+                await asyncio.sleep(GAP_S)
 
     async def _submit(self) -> None:
         try:

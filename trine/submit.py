@@ -31,8 +31,11 @@ from shared.tenants import is_tenant
 from trine.beats import listen
 
 DEFAULT_DEADLINE_S = 600.0
-APPEND_S = 5.0
-PATIENCE_S = 10.0  # an outage at the moment of asking that is longer is the caller's to handle
+APPEND_S = 2.0
+"""Of one try: what is published while a cluster elects a leader is lost, and only the next try arrives."""
+PATIENCE_S = 20.0
+"""An outage at the moment of asking that is longer is the caller's to handle. An election takes 4 to 10 s, and 13 where
+cores are busy."""
 RETRY_S = 0.25
 BEATS_S = 1.5
 

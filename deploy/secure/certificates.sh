@@ -51,4 +51,5 @@ for host in "$@"; do
   esac
   names="$names${names:+,}$kind:$host"
 done
-sign server serverAuth "subjectAltName=$names"
+# The servers of a cluster are clients of each other.
+sign server serverAuth,clientAuth "subjectAltName=$names"

@@ -123,7 +123,7 @@ class Delivery:
 
 def parse_delivery(line: bytes) -> Delivery:
     """Parse `MSG <subject> <sid> [reply] <size>` or `HMSG <subject> <sid> [reply] <headers> <size>`."""
-    words = line.split()
+    words = line.split() if len(line) <= MAX_LINE else []  # Python refuses to read numbers of more digits than that
     verb = words[0].upper() if words else b""
     if verb == b"MSG" and len(words) in (4, 5) and words[-1].isdigit():
         return Delivery(words[1].decode("utf-8", "replace"), 0, int(words[-1]))

@@ -10,6 +10,7 @@ from typing import Any
 from shared.bus.base import ConsumerSpec, StreamSpec, StreamState
 from shared.bus.nats_client import status_of
 from shared.bus.nats_connection import NO_RESPONDERS, Connection
+from shared.bus.server_clock import ServerClock
 from shared.bus.wire import check_filter
 from shared.errors import BusDisconnected, BusError, ConfigError, PermissionDenied, StreamMissing
 
@@ -64,17 +65,20 @@ class StreamInfo:
 class Api:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.clock = ServerClock()
 
     async def ask(
         self, subject: str, payload: dict[str, Any] | None = None, timeout: float = TIMEOUT
     ) -> dict[str, Any]:
         """Raises StreamMissing, ApiError, BusDisconnected (also when JetStream is not there)."""
-        deadline = asyncio.get_running_loop().time() + timeout
+        asked = asyncio.get_running_loop().time()
         data = json.dumps(payload).encode() if payload else b""
-        answer = await self._connection.call(f"$JS.API.{subject}", data, deadline)
+        answer = await self._connection.call(f"$JS.API.{subject}", data, asked + timeout)
         if status_of(answer) == NO_RESPONDERS:
             raise BusDisconnected("JetStream is not available on this NATS server")
-        return parse_answer(answer.data)
+        told = parse_answer(answer.data)
+        self.clock.hear(told.get("ts"), asked, asyncio.get_running_loop().time())
+        return told
 
     async def stream(self, name: str) -> StreamInfo:
         info = await self._of_stream("INFO", name)

@@ -22,6 +22,7 @@ from shared.bus.nats_api import Api
 from shared.bus.nats_client import status_of, user_headers
 from shared.bus.nats_connection import NO_RESPONDERS, Connection, NoAnswer
 from shared.bus.nats_inbox import Inbox, Mailbox
+from shared.bus.server_clock import ServerClock
 from shared.errors import BusDisconnected, BusError, StreamMissing
 
 SILENCE = 0.25
@@ -40,7 +41,14 @@ class NatsJob:
     """A delivery that is acked on `handle`, which `ack` spells out."""
 
     def __init__(
-        self, connection: Connection, ack: Ack, handle: str, subject: str, data: bytes, headers: Mapping[str, str]
+        self,
+        connection: Connection,
+        clock: ServerClock,
+        ack: Ack,
+        handle: str,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str],
     ) -> None:
         self.handle = handle
         self.subject = subject
@@ -49,7 +57,7 @@ class NatsJob:
         self.seq = ack.seq
         self.delivered = ack.delivered
         self.stamp = ack.stamp
-        self.age = max(0.0, time.time() - ack.stamp / 1e9)
+        self.age = clock.age(ack.stamp / 1e9, asyncio.get_running_loop().time(), time.time())
         self._connection = connection
 
     async def ack(self) -> None:
@@ -95,11 +103,13 @@ class Queues:
 
     def adopt(self, stream: str, handle: str, subject: str, data: bytes, headers: Mapping[str, str]) -> Job:
         """Raises InvalidField."""
-        return NatsJob(self._connection, parse_handle(stream, handle), handle, subject, data, headers)
+        ack = parse_handle(stream, handle)
+        return NatsJob(self._connection, self._api.clock, ack, handle, subject, data, headers)
 
     def _job(self, message: Msg) -> Job:
         ack = parse_ack(message.reply)
-        return NatsJob(self._connection, ack, message.reply, message.subject, message.data, user_headers(message))
+        headers, handle = user_headers(message), message.reply
+        return NatsJob(self._connection, self._api.clock, ack, handle, message.subject, message.data, headers)
 
     async def _collect(
         self, box: Mailbox, stream: str, consumer: str, batch: int, timeout: float, messages: list[Msg]

@@ -59,6 +59,7 @@ class PrefixCache:
         self._store: BlockStore = stream
         self._to_stream = BlockPublisher(allocator, stream, self._index.present, engine.read_block, worker)
         self._publishers = [self._to_stream]
+        self._bad_orders = 0
         self._host = host
         if host is not None:
             self._store = TieredStore(host, stream)
@@ -68,7 +69,7 @@ class PrefixCache:
     def counters(self) -> Mapping[str, int]:
         """Of all tiers and the follower, for the beat: `cache_host_` the host tier's, `cache_pool_` the pool's."""
         pool = self._allocator.counters
-        mine = {"pool_hit": pool.hits, "pool_evicted": pool.evictions}
+        mine = {"pool_hit": pool.hits, "pool_evicted": pool.evictions, "bad_orders": self._bad_orders}
         counts = {**self._store.counters, **self._follower.counters, **mine}
         return {f"cache_{name}": n for name, n in counts.items() if n}
 
@@ -89,6 +90,7 @@ class PrefixCache:
         try:
             scope = decode(message.data, Drop).scope
         except RequestError as error:
+            self._bad_orders += 1
             log.warning("bad order to drop blocks", error=str(error))
             return
         done = None

@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ModelError when there is none."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
@@ -70,14 +70,25 @@ def tensor_digests(path: Path) -> list[str]:
         try:
             header = json.loads(file.read(size))
             header.pop("__metadata__", None)
-            entries = [(n, t["dtype"], t["shape"], *t["data_offsets"]) for n, t in header.items()]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            entries = sorted(
+                ((n, t["dtype"], t["shape"], *_offsets(t["data_offsets"])) for n, t in header.items()),
+                key=lambda entry: entry[3],
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{path} has an unreadable safetensors header: {error}") from None
         lines = []
-        for name, dtype, shape, start, end in sorted(entries, key=lambda entry: entry[3]):
+        for name, dtype, shape, start, end in entries:
             file.seek(8 + size + start)
             lines.append(f"{name} {dtype} {shape} {_digest_of(file, end - start, path)}")
         return lines
+
+
+def _offsets(found: Any) -> tuple[int, int]:
+    """Raises ValueError or TypeError for what are none."""
+    start, end = found
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end < 1 << 63:
+        raise ValueError(f"{found!r} are no offsets")
+    return start, end
 
 
 def _digest_of(file: Any, length: int, path: Path) -> str:

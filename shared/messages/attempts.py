@@ -9,6 +9,9 @@ from pydantic import Field
 from shared.messages.base import MAX_SERVERS, Message, RequestId, Tenant, WorkerName
 from shared.messages.requests import Generate
 
+LAST_SECOND = 253_402_300_799.0
+"""The end of the year 9999: no calendar goes further."""
+
 
 class Attempt(Message):
     """A worker's note on one delivery of a request; the last one of an attempt counts."""
@@ -41,5 +44,5 @@ class DeadLetter(Message):
     """So many came to nothing."""
     workers: Annotated[list[WorkerName], Field(max_length=MAX_SERVERS)]
     """Those that died at work on it, in order, as far as they are known."""
-    at: float
+    at: Annotated[float, Field(ge=0, le=LAST_SECOND, allow_inf_nan=False)]
     """When it was given up, in seconds since 1970."""

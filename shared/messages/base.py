@@ -10,6 +10,8 @@ from shared.tenants import MAX_KEY, TENANT_PATTERN
 
 PROTOCOL_VERSION = 1
 MAX_ID = 128
+MAX_NUMBER = 2**53
+"""Of tokens or milliseconds: what every JSON reader can tell from its neighbours."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_DRAFT = 64

@@ -24,7 +24,7 @@ class Usage(BaseModel):
 class Timings(BaseModel):
     """Milliseconds, as the decode worker saw them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     queue_ms: float = 0.0
     ttft_ms: float = 0.0

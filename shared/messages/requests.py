@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from shared.messages.base import DEFAULT_MAX_TOKENS, MAX_STOP_CHARS, MAX_STOPS, Message, RequestId, Salt
+from shared.messages.base import DEFAULT_MAX_TOKENS, MAX_NUMBER, MAX_STOP_CHARS, MAX_STOPS, Message, RequestId, Salt
 from shared.sampling.fields import MAX_TOP_LOGPROBS, LogitBias, Sampling
 
 
@@ -40,7 +40,7 @@ class Generate(Message):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_NUMBER)] | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = None
@@ -49,7 +49,7 @@ class Generate(Message):
     """And those of so many of the most likely tokens in its place. Needs `logprobs`."""
     cache_salt: Salt | None = None
     """Cached KV is shared only with requests of the same tenant that have the same salt."""
-    deadline_ms: Annotated[int, Field(ge=1)] | None = None
+    deadline_ms: Annotated[int, Field(ge=1, le=MAX_NUMBER)] | None = None
     """Give up this long after the request was queued; the worker's default when unset."""
 
     @field_validator("stop")
