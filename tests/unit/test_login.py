@@ -107,4 +107,8 @@ def test_addresses_are_shown_without_credentials() -> None:
 
 def test_every_setting_of_it_is_one() -> None:
     assert set(SETTINGS) <= set(Settings.model_fields)
-    assert {name for name in Settings.model_fields if name.startswith("nats_")} == {"nats_url", *SETTINGS}
+    assert {name for name in Settings.model_fields if name.startswith("nats_")} == {
+        "nats_url",
+        "nats_replicas",
+        *SETTINGS,
+    }
