@@ -27,7 +27,7 @@ demo: setup ## start a fleet, stream an answer, ask again with a warm cache
 
 # Tests of pure code, kernels and buses share the cores. Those of small fleets mostly wait: two run at a time, and nothing
 # else. Those with real weights, and those that break things on a clock, have the cores to themselves.
-FLEETS := tests/integration
+FLEETS := tests/gateway tests/integration
 ALONE := tests/e2e tests/chaos
 SHARED := -n 2 --dist worksteal
 TOGETHER := $(filter-out $(FLEETS) $(ALONE) tests/compose tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))

@@ -21,7 +21,7 @@ from shared.codec import decode, encode
 from shared.config import Settings
 from shared.errors import BadMessage, BusError, ConfigError, RequestError
 from shared.messages import MAX_COUNTERS, Beat, Identity, Load
-from shared.peers import Peers
+from shared.peers import Peers, stays
 from shared.subjects import Subjects
 from shared.telemetry import Counters, rarely
 
@@ -128,21 +128,23 @@ class Actor:
     async def _join(self) -> None:
         """Returns when this worker may serve beside those that live. Raises ConfigError, naming what differs.
 
-        Those that start together are not looked at: they find out from their beats, and do without each other. Who has
-        heard one worker like itself joins, whatever others say of themselves: anybody may say so on an open server.
+        Of those that start together and differ, some give way (`peers.stays`). Who has heard a worker like itself that
+        serves joins, whatever others say of themselves: anybody may say so on an open server.
         """
         if (mine := self.identity()) is None:
             return
         await self._say_beat()
         deadline = time.monotonic() + JOIN_BEATS * self.settings.beat_s
-        fleet: list[tuple[str, Identity]] = []
-        while time.monotonic() < deadline:
-            fleet = self.peers.fleet(time.monotonic())
+        while True:
+            now = time.monotonic()
+            fleet, starting = self.peers.fleet(now), [(self.worker, mine), *self.peers.joining(now)]
             if any(identity == mine for _, identity in fleet):
                 return
+            if now >= deadline:
+                break
             await anyio.sleep(JOIN_POLL_S)
-        if fleet:
-            worker, identity = fleet[0]
+        worker, identity = fleet[0] if fleet else stays(starting)
+        if identity != mine:
             raise ConfigError(
                 f"this worker differs from those that serve {self.settings.served_name!r}: "
                 f"{'; '.join(mine.differences(identity))} ({worker}). Another model needs another name "
@@ -224,6 +226,7 @@ class Actor:
             vocabulary=self.vocabulary(),
             hidden_size=self.hidden_size(),
             draining=self.draining.is_set() or not self.ready.is_set(),
+            joining=not self.draining.is_set() and not self.ready.is_set(),
             counters=dict(itertools.islice(self._all_counters(), MAX_COUNTERS)),
             load=self.load(),
         )

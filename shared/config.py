@@ -72,7 +72,7 @@ class Settings(BaseSettings):
     host_cache_dir: str = ""
     """A folder in memory for that; when empty, one of its own for each NATS address."""
     max_queued: Annotated[int, Field(ge=1)] = 1000
-    """Requests waiting for a decode worker before clients are told `overloaded`."""
+    """Requests that wait or are being answered; who asks beyond that is told `overloaded`, and when to ask again."""
     ack_wait_s: Annotated[float, Field(gt=0)] = 5.0
     """A worker silent for so long has its work given to another."""
     beat_s: Annotated[float, Field(gt=0)] = 1.0

@@ -76,7 +76,10 @@ class Unavailable(TrineError):
 
 
 class Overloaded(Unavailable):
+    """`retry_after_s`: when to try again, if anybody could tell."""
+
     code = "overloaded"
+    retry_after_s: float | None = None
 
 
 class DeadlineExceeded(Unavailable):

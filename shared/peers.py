@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 
 from shared.messages import Beat, Identity
@@ -54,6 +55,12 @@ class Peers:
         beats = [p.beat for _, p in sorted(self._peers.items()) if not p.beat.draining]
         return [(beat.worker, beat.identity) for beat in beats if beat.identity is not None]
 
+    def joining(self, now: float) -> list[tuple[str, Identity]]:
+        """As `fleet`: those that hold blocks and do not serve yet."""
+        self._forget_silent(now)
+        beats = [p.beat for _, p in sorted(self._peers.items()) if p.beat.joining]
+        return [(beat.worker, beat.identity) for beat in beats if beat.identity is not None]
+
     def _forget_silent(self, now: float) -> None:
         for name in [n for n, p in self._peers.items() if now - p.seen > self._timeout]:
             del self._peers[name]
@@ -72,6 +79,15 @@ class Peers:
             return []
         self._mismatched.add(beat.worker)
         return differences
+
+
+def stays(starting: list[tuple[str, Identity]]) -> tuple[str, Identity]:
+    """Of workers that start together and differ: the first, by name, of those that serve; the others give way.
+
+    Most of one kind serve; of as many, the kind with the first name. Everybody who heard the same decides the same.
+    """
+    kinds = Counter(identity for _, identity in starting)
+    return min(starting, key=lambda one: (-kinds[one[1]], one[0]))
 
 
 def rendezvous(key: str, candidates: list[str]) -> str | None:

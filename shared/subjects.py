@@ -125,6 +125,11 @@ class Subjects:
     def agains(self) -> str:
         return f"{self.prefix}.again.>"
 
+    # A client that found the queue full asks when to try again.
+    @property
+    def room(self) -> str:
+        return f"{self.prefix}.room"
+
     # What a decode worker's pool holds.
     def held(self, worker: str) -> str:
         return f"{self.prefix}.held.{token(worker)}"

@@ -44,7 +44,7 @@ class NatsFleet(NatsRig):
 
     def __init__(self, url: str) -> None:
         super().__init__([])
-        self._url = url
+        self.url = url
 
     async def __aenter__(self) -> NatsFleet:
         await super().__aenter__()
@@ -67,7 +67,7 @@ class NatsFleet(NatsRig):
     async def _connect(self, name: str, *purposes: str) -> None:
         """Connections are made before a worker is, and `bus` hands them out."""
         for purpose in purposes or ("control", "bulk"):
-            self._spare.append(await NatsBus.connect(self._url, name=f"{name}/{purpose}", wait=WAIT_S))
+            self._spare.append(await NatsBus.connect(self.url, name=f"{name}/{purpose}", wait=WAIT_S))
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def tenant_rights(tenant: str) -> Rights:
     requests = [_wide(s.request(priority, tenant), 1) for priority in PRIORITIES]
     others = [_wide(subject, 1, -1) for subject in (s.cancel(X, tenant), s.again(X, tenant))]
     return Rights(
-        (*requests, *others, f"{API}STREAM.NAMES"),
+        (*requests, *others, _wide(s.room, 1), f"{API}STREAM.NAMES"),
         (_wide(s.events(X, tenant), 1, -1), _wide(s.refused(tenant), 1), _inbox(tenant)),
         # To NATS a last `*` that is allowed also allows a `>` there, so that who may hear `tok.*`, the events of the
         # tenant that subjects do not spell, would hear those of all the others.
@@ -95,7 +95,7 @@ def _decode(s: Subjects) -> Rights:
             *_follows(s),
             *_of_api("DIRECT.GET", (s.event_stream, s.claim_stream, s.attempt_stream, s.block_stream)),
         ),
-        (s.beats, ALL_REQUESTS, s.cancels, s.agains, s.all_held, _wide(s.handover(X), -1), s.drop),
+        (s.beats, ALL_REQUESTS, s.cancels, s.agains, s.room, s.all_held, _wide(s.handover(X), -1), s.drop),
         answers=True,
     )
 
@@ -124,7 +124,7 @@ def _drafter(s: Subjects) -> Rights:
 def _gateway(s: Subjects) -> Rights:
     """Speaks for all tenants."""
     return Rights(
-        (*_requests(s), _wide(s.cancels, 1), _wide(s.agains, 1), f"{API}STREAM.NAMES"),
+        (*_requests(s), _wide(s.cancels, 1), _wide(s.agains, 1), _wide(s.room, 1), f"{API}STREAM.NAMES"),
         (
             *(_wide(events, 1) for events in s.all_events),
             _wide(s.refused(), 1),

@@ -82,6 +82,10 @@ class Stopwatch:
 
 
 def completion(model: str, merged: EventMerger, end: Finished, timings: ClientTimings) -> Completion:
+    usage = end.usage
+    if usage.completion_tokens < len(merged.token_ids):
+        # The event stream was lost, and with it what a worker that only had to end the request could have known.
+        usage = usage.model_copy(update={"completion_tokens": len(merged.token_ids)})
     return Completion(
         id=end.id,
         model=model,
@@ -89,7 +93,7 @@ def completion(model: str, merged: EventMerger, end: Finished, timings: ClientTi
         token_ids=tuple(merged.token_ids),
         finish_reason=end.reason,
         seed=end.seed,
-        usage=end.usage,
+        usage=usage,
         timings=timings,
         served_by=end.served_by,
         attempts=merged.attempt,

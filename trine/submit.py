@@ -13,19 +13,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.bus.base import Bus
-from shared.codec import encode, reason
+from shared.codec import decode, encode, reason
 from shared.errors import (
     BusDisconnected,
     BusError,
     InvalidField,
     Overloaded,
+    RequestError,
     SequenceConflict,
     StreamFull,
     StreamMissing,
     TooLarge,
     UnknownModel,
 )
-from shared.messages import MAX_ID, Generate
+from shared.messages import MAX_ID, Generate, Room
 from shared.subjects import PRIORITIES, Subjects
 from shared.tenants import is_tenant
 from trine.beats import listen
@@ -38,6 +39,9 @@ PATIENCE_S = 20.0
 cores are busy."""
 RETRY_S = 0.25
 BEATS_S = 1.5
+ROOM_S = 0.5
+UNTOLD_S = 1.0
+"""How long to wait when no worker says within ROOM_S when there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +88,14 @@ def prepare(model: str, tenant: str, priority: str, id: str | None, fields: Mapp
 async def submit(bus: Bus, ask: Ask) -> int | None:
     """Publish the request and wait for the queue's ack; returns its sequence there, None when only that is not known.
 
-    Raises Overloaded, UnknownModel, or BusDisconnected (then nobody knows whether it was queued).
+    Raises Overloaded, which says when to try again; UnknownModel; or BusDisconnected: then nobody knows whether it was
+    queued.
     """
     subject = Subjects(ask.model).request(ask.priority, ask.tenant)
     try:
         return await _append(bus, subject, ask)
     except StreamFull:
-        raise Overloaded(f"the queue of model {ask.model!r} is full; try again in a moment") from None
+        raise await _overloaded(bus, ask.model) from None
     except StreamMissing:
         raise UnknownModel(await _unknown(bus, ask.model), field="model") from None
 
@@ -107,6 +112,17 @@ async def _append(bus: Bus, subject: str, ask: Ask) -> int | None:
             if time.monotonic() - started > PATIENCE_S:
                 raise
             await asyncio.sleep(RETRY_S)
+
+
+async def _overloaded(bus: Bus, model: str) -> Overloaded:
+    """What to raise; a worker tells when there may be room, or nobody does in time."""
+    wait = UNTOLD_S
+    with contextlib.suppress(BusError, RequestError):
+        answer = await bus.request(Subjects(model).room, b"", ROOM_S)
+        wait = decode(answer.data, Room).retry_ms / 1e3
+    error = Overloaded(f"the queue of model {model!r} is full; try again in {wait:.1f} s")
+    error.retry_after_s = wait
+    return error
 
 
 async def _unknown(bus: Bus, model: str) -> str:

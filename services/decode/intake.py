@@ -62,6 +62,7 @@ class Intake:
         counters: Counters,
         has_room: Callable[[], bool],
         serve: Callable[[Request], None],
+        cancel: Callable[[str], None],
         offer: Callable[[Job, Sequence], Awaitable[bool]],
         adopt: Callable[[Job], bool],
         refusals: Refusals,
@@ -78,6 +79,7 @@ class Intake:
         self._counters = counters
         self._has_room = has_room
         self._serve = serve
+        self._cancel = cancel
         self._offer = offer
         self._adopt = adopt
         self._refusals = refusals
@@ -188,7 +190,20 @@ class Intake:
         else:
             if request is not None:
                 request.job = self._incoming[job.seq, job.stamp]  # perhaps of a later delivery
-                self._serve(request)
+                await self._begin(request)
+
+    async def _begin(self, request: Request) -> None:
+        """Serve it, or end it if it was cancelled before it came or while it was being prepared.
+
+        One of which others have told tokens ends as any that runs: text that they held back is shown.
+        """
+        cancelled = self._cancels.covers(request.key, time.monotonic() - request.job.age)
+        if cancelled and not request.completion.token_count:
+            await self._refusals.cancelled(request.job, request.generate)
+            return
+        self._serve(request)
+        if cancelled:
+            self._cancel(request.key)
 
     def _tenant(self, job: Job) -> str:
         """Raises InvalidField for a subject that proves nothing."""
@@ -215,8 +230,8 @@ class Intake:
         if history.foreign:
             await self._refusals.duplicate(job, generate.id)
             return None
-        if self._cancels.covers(key, time.monotonic() - job.age):
-            await self._refusals.cancelled(job, generate, len(history.tokens))
+        if not history.tokens and self._cancels.covers(key, time.monotonic() - job.age):
+            await self._refusals.cancelled(job, generate)
             return None
         died = await self._attempts.died(job, history.wrote)
         if len(died) >= TRIES or job.delivered > MAX_DELIVERIES:

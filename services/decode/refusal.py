@@ -55,13 +55,14 @@ class Refusals:
         error = DuplicateRequest(f"a request with id {request_id!r} is being served", field="id")
         await self.refuse(job, error, request_id)
 
-    async def cancelled(self, job: Job, generate: Generate, tokens: int) -> None:
+    async def cancelled(self, job: Job, generate: Generate) -> None:
+        """Of a request that nobody has begun with."""
         event = Finished(
             id=generate.id,
             attempt=job.delivered,
             reason="cancelled",
             seed=generate.seed or 0,
-            usage=Usage(completion_tokens=tokens),
+            usage=Usage(),
             timings=Timings(queue_ms=job.age * 1e3),
             served_by=ServedBy(decode=self._worker),
         )

@@ -18,6 +18,7 @@ from services.decode.publics import PublicPrefixes
 from services.decode.refusal import Refusals
 from services.decode.replay import Replays
 from services.decode.request import Request
+from services.decode.room import Rooms
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome, Sequence
 from services.decode.speculation import DraftBook
@@ -118,6 +119,7 @@ class DecodeWorker(JobActor):
             counters=self.counters,
             has_room=lambda: self.scheduler.has_room and not self._desk.lines_up,
             serve=self._serve,
+            cancel=self._desk.cancel,
             offer=self._offer,
             adopt=self._desk.adopt,
             refusals=self._refusals,
@@ -139,6 +141,14 @@ class DecodeWorker(JobActor):
         )
         self._replays = Replays(bus, self.subjects, self.counters)
         self._unrouted = Unrouted(bus, self.subjects)
+        self._rooms = Rooms(
+            bus,
+            self.subjects,
+            settings.max_queued,
+            self.counters,
+            busy=lambda: bool(self._desk.requests),
+            askers=lambda: 1 + len(self.peers.alive("decode", time.monotonic())),
+        )
 
     # Actor
 
@@ -170,6 +180,7 @@ class DecodeWorker(JobActor):
         await self._unrouted.start()
         await self._handovers.start()
         await self._replays.start()
+        await self._rooms.start()
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {
@@ -179,6 +190,7 @@ class DecodeWorker(JobActor):
             "claims": self._claim_log.run,
             "deadlines": self._watch_deadlines,
             "held": self._handovers.tell,
+            "room": self._rooms.watch,
             **{f"intake-{p}": self._intake.loop(p, self.until_bus) for p in PRIORITIES},
         }
 

@@ -37,7 +37,7 @@ from shared.messages.beats import Beat, Identity, Load
 from shared.messages.blocks import Claim, Drop, Dropped, Handover, HandoverReply, HeldBlocks, PrefillJob
 from shared.messages.drafts import Draft, DraftAsk, DraftItem, Drafts
 from shared.messages.events import Again, Event, Failed, Finished, Missed, MissedEvent, ServedBy, Timings, Tokens, Usage
-from shared.messages.requests import ChatMessage, Generate
+from shared.messages.requests import ChatMessage, Generate, Room
 from shared.sampling.fields import Sampling
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "PrefillJob",
     "RequestId",
     "RequestKey",
+    "Room",
     "Salt",
     "Sampling",
     "ServedBy",
@@ -98,5 +99,5 @@ __all__ = [
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (
     Generate, Tokens, Finished, Failed, Again, Missed, PrefillJob, Claim, HeldBlocks, Handover, HandoverReply,
-    Drop, Dropped, DraftAsk, Drafts, Beat, Attempt, DeadLetter,
+    Drop, Dropped, DraftAsk, Drafts, Beat, Attempt, DeadLetter, Room,
 )  # fmt: skip

@@ -48,5 +48,7 @@ class Beat(Message):
     """Of a drafter: it reads hidden states of the target of so many channels; 0: none."""
     draining: bool = False
     """Takes no work: no longer, or not yet."""
+    joining: bool = False
+    """Listens to the others before it serves."""
     load: Load = Load()
     counters: Annotated[dict[RequestId, int], Field(max_length=MAX_COUNTERS)] = {}

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from shared.messages.base import DEFAULT_MAX_TOKENS, MAX_NUMBER, MAX_STOP_CHARS, MAX_STOPS, Message, RequestId, Salt
 from shared.sampling.fields import MAX_TOP_LOGPROBS, LogitBias, Sampling
 
+MAX_RETRY_MS = 600_000
+
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -92,3 +94,14 @@ class Generate(Message):
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class Room(Message):
+    """Told to a client that found the queue full."""
+
+    type: Literal["room"] = "room"
+    queued: Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+    """Requests in the queue: those that wait and those that are being answered."""
+    capacity: Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+    retry_ms: Annotated[int, Field(ge=0, le=MAX_RETRY_MS)]
+    """There may be room after so long, for this one client."""

@@ -153,6 +153,25 @@ class TestCancel:
                 assert isinstance(end, Finished)
                 assert end.reason == "length"
 
+    async def test_after_a_death_whoever_takes_over_ends_it_with_all_there_was(self) -> None:
+        """Cancelled while nobody has it: the text that the dead worker held back is shown, and its tokens count."""
+        async with FleetRig() as rig:
+            await rig.decode(engine=engine(0.01))
+            right = completion(prompt(10), 50)
+            held = "".join(f"{token} " for token in right)
+            stream = rig.client().stream(token_ids=prompt(10), max_tokens=200, stop=f"{held}never"[-250:])
+            said = 0
+            async for delta in stream:
+                said += len(delta.token_ids)
+                if said >= 20 and "decode-1" in rig.workers:
+                    await rig.kill("decode-1")
+                    await rig.decode("decode-2", engine(0.01))
+                    await stream.cancel()
+            answer = stream.completion
+            assert answer.finish_reason == "cancelled"
+            assert answer.usage.completion_tokens == len(answer.token_ids) == said
+            assert answer.text == "".join(f"{token} " for token in answer.token_ids)
+
     async def test_text_held_back_for_a_stop_string_is_shown(self) -> None:
         async with FleetRig() as rig:
             await rig.decode(engine=engine(0.01))

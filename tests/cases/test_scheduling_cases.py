@@ -23,6 +23,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 async def test_what_just_fits_the_pool_is_served_what_does_not_is_refused_and_small_ones_go_on() -> None:
+    """Case 117."""
     async with FleetRig() as rig:
         await rig.decode(engine=FakeEngine(blocks=8, step_s=0.002))  # 32 positions
         client = rig.client()
@@ -42,6 +43,7 @@ async def test_what_just_fits_the_pool_is_served_what_does_not_is_refused_and_sm
 
 
 async def test_twenty_long_ones_in_a_pool_for_three_all_finish_with_few_preemptions() -> None:
+    """Case 119."""
     async with FleetRig() as rig:
         worker = await rig.decode(engine=FakeEngine(blocks=30), max_running=20)
         client = rig.client()
@@ -53,6 +55,7 @@ async def test_twenty_long_ones_in_a_pool_for_three_all_finish_with_few_preempti
 
 
 async def test_one_low_request_finishes_under_an_endless_high_load() -> None:
+    """Case 121."""
     async with FleetRig() as rig:
         await rig.decode(engine=FakeEngine(blocks=64, step_s=0.001), max_running=2)
         client = rig.client()

@@ -194,7 +194,7 @@ class Asker:
     def _end(self, stream: Stream, asked: Try) -> None:
         completion, heard, now = stream.completion, asked.heard, time.monotonic()
         heard.reason, heard.seed, heard.usage = completion.finish_reason, completion.seed, completion.usage
-        served = completion.served_by
+        heard.attempts, served = completion.attempts, completion.served_by
         roles = {"decode"} | {role for role in ("prefill", "drafter") if getattr(served, role)}
         self._report.attempts[completion.attempts] += 1
         self._report.finished(roles, asked.sent, now)

@@ -93,15 +93,39 @@ async def test_its_process_ends_with_a_code_that_says_not_to_start_it_again(tmp_
     assert b"block_size: 16 here, 4 there" in said.result()[1]
 
 
-async def test_those_that_start_together_and_differ_do_without_each_other() -> None:
+@pytest.mark.parametrize("difference", OTHERS)
+async def test_of_those_that_start_together_and_differ_some_give_way_and_say_why(difference: str) -> None:
+    """Case 63. Most of one kind serve; of as many, the kind with the first name."""
+    other = OTHERS[difference]
+    for kinds, serving in (
+        ({"decode-1": {}, "prefill-1": other}, {"decode-1"}),
+        ({"decode-1": other, "prefill-1": {}, "prefill-2": {}}, {"prefill-1", "prefill-2"}),
+        ({"decode-1": {}, "decode-2": {}, "prefill-1": other, "prefill-2": other}, {"decode-1", "decode-2"}),
+    ):
+        async with FleetRig() as rig:
+            starts = []
+            for name, kind in kinds.items():
+                start = rig.decode if name.startswith("decode") else rig.prefill
+                starts.append(start(name, FakeEngine(blocks=128, **kind)))  # type: ignore[arg-type]
+            started = dict(zip(kinds, await asyncio.gather(*starts, return_exceptions=True), strict=True))
+            refused = {name: error for name, error in started.items() if isinstance(error, BaseException)}
+            assert set(kinds) - set(refused) == serving
+            for error in refused.values():
+                assert isinstance(error, ConfigError)
+                assert f"{difference}: " in error.message
+                assert f"({min(serving)})" in error.message
+
+
+async def test_a_fleet_of_another_kind_that_is_leaving_is_nobodys_hindrance() -> None:
     async with FleetRig() as rig:
-        other = FakeEngine(blocks=128, fingerprint="other")
-        decode, _ = await asyncio.gather(rig.decode(local_prefill_tokens=0), rig.prefill(engine=other))
+        await rig.decode("decode-1", FakeEngine(blocks=128, step_s=0.02), drain_s=10.0)
+        task = asyncio.create_task(rig.client().generate(token_ids=PROMPT, max_tokens=60))
+        await asyncio.sleep(0.2)
+        drained = asyncio.create_task(rig.drain("decode-1"))
         await asyncio.sleep(0.1)
-        answer = await rig.client().generate(token_ids=PROMPT, max_tokens=10)
-        assert list(answer.token_ids) == completion(PROMPT, 10)
-        assert decode.counters["mismatched_peers"] >= 1  # again, if its beats paused for long enough to be forgotten
-        assert decode.counters["prefill_jobs"] == 0
+        await rig.decode("decode-2", FakeEngine(blocks=128, fingerprint="other"))
+        assert list((await task).token_ids) == completion(PROMPT, 60)
+        await drained
 
 
 async def test_who_hears_one_like_itself_joins_whatever_else_is_said() -> None:

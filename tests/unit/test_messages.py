@@ -39,6 +39,7 @@ from shared.messages import (
     Missed,
     MissedEvent,
     PrefillJob,
+    Room,
     Sampling,
     ServedBy,
     Timings,
@@ -87,6 +88,7 @@ EXAMPLES: list[Message] = [
     Dropped(worker="d1", pool_blocks=3, host_blocks=2),
     Claim(worker="d1", names=b"n" * 32, ended=[7]),
     Attempt(attempt=2, worker="d1", life="ab", busy=True),
+    Room(queued=3, capacity=3, retry_ms=250),
     DeadLetter(
         id="a1",
         tenant="acme",
