@@ -27,6 +27,7 @@ from shared.messages import Failed, Finished, Generate, ServedBy, Timings, Token
 from shared.subjects import Subjects
 from tests.fakes import FakeDecode, LossyBus
 from trine.client import Client
+from trine.stream import FAILOVER_S
 from trine.submit import prepare
 
 pytestmark = pytest.mark.anyio
@@ -401,14 +402,14 @@ async def test_a_lost_ack_is_retried_without_asking_twice(broker: MemoryBroker) 
     assert (bus.tries, len(fake.requests)) == (2, 1)
 
 
-async def test_without_a_connection_it_says_so_at_once(broker: MemoryBroker) -> None:
+async def test_without_a_connection_it_says_so_soon(broker: MemoryBroker) -> None:
     bus = MemoryBus(broker)
     async with Client(model="fake", bus=bus) as client:
         bus.disconnect()
         started = time.monotonic()
         with pytest.raises(BusDisconnected):
             await client.generate(TEXT)
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 2 * FAILOVER_S
     with pytest.raises(BusDisconnected, match="async with"):
         client.stream(TEXT)
 
