@@ -45,6 +45,8 @@ class Reading:
     consumers: int
     subscriptions: int
     connections: int
+    stored: int
+    """Bytes in all streams. Not judged: the cache may be full or not."""
 
 
 @dataclass(slots=True)
@@ -113,6 +115,7 @@ def judge(readings: Sequence[Reading], rounds: Sequence[Done]) -> dict[str, Any]
             "consumers": reading.consumers,
             "subscriptions": reading.subscriptions,
             "connections": reading.connections,
+            "stored_mb": reading.stored / MB,
         }
         for i, (done, reading) in enumerate(zip(rounds, after, strict=True), 1)
     }

@@ -44,10 +44,11 @@ class Outflow:
 
     @property
     def rate(self) -> float | None:
-        """Requests per second that leave; None if not known. When none has left, what one would make of it."""
+        """Requests per second that leave; None if not known. When none has left for long, what one would make of it."""
         since, before = self._looks[0] if self._looks else (0.0, 0)
         until, left = self._looks[-1] if self._looks else (0.0, 0)
-        return max(left - before, 1) / (until - since) if until - since >= LEAST_S else None
+        least = LEAST_S if left > before else UNKNOWN_S
+        return max(left - before, 1) / (until - since) if until - since >= least else None
 
     def wait(self, now: float, askers: int = 1) -> float:
         """Seconds until there is room for one who asks now. `askers`: workers that tell and promise, as this one does;

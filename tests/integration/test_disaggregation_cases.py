@@ -216,6 +216,7 @@ class Load:
         await asyncio.gather(*self._tasks)
 
 
+@pytest.mark.slow
 async def test_case_124_each_worker_of_each_role_is_replaced_under_load() -> None:
     """Told to stop one by one, each when its successor serves; then with more workers than before, then with fewer."""
     async with FleetRig() as rig:

@@ -58,6 +58,13 @@ def test_without_a_rate_they_are_told_different_times_within_seconds() -> None:
     assert waits == sorted(waits) and waits[0] < 0.5 < waits[-1] <= 2.0
 
 
+def test_that_none_has_left_means_little_at_first() -> None:
+    outflow = flowing(0.0, seconds=1.0)
+    assert outflow.rate is None
+    outflow.look(1.5, last_seq=11, there=10)
+    assert outflow.rate == pytest.approx(1 / 1.5)
+
+
 def test_a_queue_that_was_lost_starts_anew() -> None:
     outflow = flowing(4.0)
     outflow.look(4.5, last_seq=3, there=3)

@@ -18,6 +18,7 @@ IDLE = Reading(
     consumers=7,
     subscriptions=160,
     connections=17,
+    stored=2_000_000,
 )
 ROUNDS = [Done({"whole": 9, "cancel": 3}, seconds=4.0, blocks_in_use=50) for _ in range(3)]
 
