@@ -185,6 +185,8 @@ class Client:
     async def _pay_cancels(self) -> None:
         """Cancel what was given up while NATS was away. Several times: workers come back within seconds of us."""
         owing = [stream for stream in self._live if stream.owes_cancel]
+        if not owing:
+            return
         for pause in CANCEL_AGAIN_S:
             await asyncio.sleep(pause)
             asked = {(stream.model, stream.id) for stream in self._live if not stream.owes_cancel}

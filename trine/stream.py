@@ -31,6 +31,7 @@ READ_S = 5.0
 GAP_S = 0.05
 """A known gap is looked up in the event stream after so long: the stream may be a moment behind."""
 FAILOVER_S = 1.0
+"""In so long a client that lost its server of a cluster has another one."""
 QUIET_S = 2.0
 """So long without news makes the client look into the event stream; both double with each look in vain."""
 MAX_QUIET_S = 10.0
