@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TextIO, TypeVar, cast
 
 import structlog
 
@@ -41,12 +42,29 @@ class Spent:
         return self._ns // 1_000_000
 
 
+class _Stderr:
+    """Whatever sys.stderr is at the moment. A line that it does not take (closed, disk full) is lost: the reader of a
+    connection logs too, and must not end by it."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+
+_STDERR = cast(TextIO, _Stderr())
+
+
 def to_stderr() -> None:
     """For programs that only use the client and have not set up structlog: warnings, and not on their stdout."""
     if not structlog.is_configured():
         structlog.configure(
             wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+            logger_factory=structlog.PrintLoggerFactory(_STDERR),
         )
 
 
@@ -68,7 +86,6 @@ def configure(level: str = "info", format: str = "auto", **bound: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        logger_factory=structlog.PrintLoggerFactory(_STDERR),
     )
     structlog.contextvars.bind_contextvars(**bound)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
+import structlog
 
 # Before torch is imported: a second thread only slows tiny models down, and waits for the first by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,3 +17,14 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; read w
 def anyio_backend() -> str:
     """nats-py needs asyncio, so `@pytest.mark.anyio` tests run on it alone."""
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Whatever a test sets logging to (the CLI sets it too) ends with it."""
+    before, configured = structlog.get_config(), structlog.is_configured()
+    yield
+    if configured:
+        structlog.configure(**before)
+    else:
+        structlog.reset_defaults()

@@ -59,12 +59,15 @@ class Witness(FakeEngine):
 
 
 async def test_cases_71_and_73_an_outage_under_load(tmp_path: Path) -> None:
-    """20 requests, of which 14 wait in a file; 6 of these are given up while the server is away."""
+    """20 requests, of which 14 wait in a file; 6 of these are given up while the server is away.
+
+    Of each worker's rounds of 1.5 s two are left when the server is back: in so long the client is back too, and says
+    what it gave up."""
     nats = EmbeddedNats(free_port(), tmp_path / "store")
     await nats.start_async()
     try:
         async with NatsFleet(nats.url) as rig, Client(nats.url, MODEL) as client:
-            engines = [Witness(0.02) for _ in range(2)]
+            engines = [Witness(0.05) for _ in range(2)]
             for number, engine in enumerate(engines):
                 await rig.decode(f"decode-{number}", engine, max_running=3, ack_wait_s=1.0)
             actors = list(rig.workers.values())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 
 import pytest
+import structlog
 
+from shared import telemetry
 from shared.telemetry import Spent
 from tests.fake_engine import FakeEngine
 from tests.fleet_rig import FleetRig
@@ -40,3 +44,18 @@ async def test_beats_say_how_long_steps_took() -> None:
         assert last >= 30
         assert before >= 50
         assert last + before < answer.timings.ttft_ms, "one after the other, and waiting does not count"
+
+
+def test_a_log_line_that_cannot_be_written_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry.configure("info")
+    log = structlog.get_logger("test")
+    first = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    log.info("heard")
+    assert "heard" in first.getvalue()
+    first.close()
+    log.warning("nobody hears it")
+    second = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", second)
+    log.warning("heard again")
+    assert "heard again" in second.getvalue()
