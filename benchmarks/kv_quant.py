@@ -2,7 +2,7 @@
 
 `python -m benchmarks.kv_quant [--json]`. Two models with real weights: the default one, and the same weights in a
 Qwen2-shaped model whose k_proj has biases of 100 and -100 in the first and the last layer, as checkpoints of that
-family have (see `planted`). The text is `benchmarks/texts`, English of several kinds, read as one sequence; only
+family have (see `planted`). The text is `trine/data/texts`, English of several kinds, read as one sequence; only
 positions with at least 1,024 tokens of context count. Nothing is random, so one run is enough.
 """
 
@@ -41,7 +41,7 @@ RATIO = {"int8": 1.005, "fp8_e4m3": 1.02, "int4": 1.05}
 
 
 def text() -> str:
-    files = sorted((Path(__file__).parent / "texts").glob("*.txt"))
+    files = sorted((Path(__file__).parents[1] / "trine/data/texts").glob("*.txt"))
     return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.messages import ChatMessage
 
-TEXTS = Path(__file__).parent / "texts"
+TEXTS = Path(__file__).parents[1] / "trine/data/texts"
 
 
 @dataclass(frozen=True, slots=True)

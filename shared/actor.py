@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal, TypeVar
 
@@ -16,11 +18,13 @@ import anyio.lowlevel
 import structlog
 from anyio.abc import TaskGroup
 
+from shared import tracing
 from shared.bus.base import Bus, ConsumerSpec, Incoming, StreamSpec
 from shared.codec import decode, encode
 from shared.config import Settings
-from shared.errors import BadMessage, BusError, ConfigError, RequestError
+from shared.errors import BadMessage, BusDisconnected, BusError, ConfigError, RequestError
 from shared.messages import MAX_COUNTERS, Beat, Identity, Load
+from shared.micro import Micro, Report
 from shared.peers import Peers, stays
 from shared.subjects import Subjects
 from shared.telemetry import Counters, rarely
@@ -60,6 +64,7 @@ class Actor:
         self.subjects = Subjects(settings.served_name)
         self.peers = Peers(settings.peer_timeout_s)
         self.counters = Counters()
+        self.tracer = tracing.tracer()
         self.draining = anyio.Event()
         self.ready = anyio.Event()
         self.log = structlog.get_logger().bind(role=self.role, worker=worker)
@@ -101,6 +106,10 @@ class Actor:
     def load(self) -> Load:
         return Load()
 
+    def report(self, counters: Mapping[str, int]) -> Report:
+        """For `nats micro`: where it takes work, and how that goes, from its counters."""
+        return Report(self.role, self.subjects.prefix, 0, 0, counters.get("step_ms", 0))
+
     # Life
 
     async def run(self) -> None:
@@ -109,6 +118,7 @@ class Actor:
             await self.ensure_streams()
             self.bus.on_reconnect(self.ensure_streams)
             await self.bus.subscribe(self.subjects.beats, self._on_beat)
+            await self._be_found()
             await self._join()
             await self.setup()
             async with anyio.create_task_group() as group:
@@ -124,6 +134,19 @@ class Actor:
             self.log.info("stopped")
         finally:
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _be_found(self) -> None:
+        with contextlib.suppress(BusDisconnected):
+            await Micro(self.bus, self.role, self.worker, self._report).start()
+
+    def _report(self) -> Report:
+        beat = self.beat()
+        state = "joining" if beat.joining else "draining" if beat.draining else "serving"
+        told = {"model": self.settings.served_name, "worker": self.worker, "state": state, "life": self.life}
+        if beat.identity is not None:
+            told |= {"fingerprint": beat.identity.fingerprint, "codec": beat.identity.codec}
+        data = {**beat.load.model_dump(), "counters": beat.counters}
+        return replace(self.report(beat.counters), metadata=told, data=data)
 
     async def _join(self) -> None:
         """Returns when this worker may serve beside those that live. Raises ConfigError, naming what differs.

@@ -34,15 +34,21 @@ class ChatTemplate:
         texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         self.literals = "\0".join(texts)
         """All text the template writes itself."""
+        self.tells_tools = any(node.name == "tools" for node in tree.find_all(nodes.Name))
+        """Whether it tells the model of tools."""
+        reads = {node.attr for node in tree.find_all(nodes.Getattr)}
+        self.tells_calls = "tool_calls" in reads or "tool_calls" in texts
+        """Whether it shows calls that were made earlier."""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation's text up to where the assistant's answer begins.
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The conversation's text up to where the assistant's answer begins. Messages and tools are as in OpenAI's API,
+        but for a call's arguments, which are an object.
 
         Raises InvalidField for `messages` with the template's own words when it refuses them.
         """
         try:
             return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+                messages=messages, tools=tools, documents=None, add_generation_prompt=True, **self._special_tokens
             )
         except TemplateError as error:
             raise InvalidField(f"the model's chat template refuses: {error.message}", field="messages") from None

@@ -34,14 +34,21 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TRINE_", extra="ignore", frozen=True)
 
     nats_url: str = DEFAULT_NATS_URL
+    """The NATS server, as nats://HOST:PORT or tls://HOST:PORT; several of a cluster, separated by commas."""
     nats_user: str = ""
     """Who this process is for the NATS server, with `nats_password`. See docs/security.md."""
     nats_password: SecretStr = SecretStr("")
+    """`nats_user`'s. It is never logged."""
+    nats_nkey_seed_file: str = ""
+    """Instead of both: a file with a user's nkey seed, which signs what the server asks to be signed."""
+    nats_creds: str = ""
+    """Instead of all three: a user's credentials file (.creds), a JWT and its seed."""
     nats_ca: str = ""
     """A file of certificates by which the server proves who it is. Given, nothing is said without TLS."""
     nats_cert: str = ""
     """A file with this process's own certificate, for servers that ask for one; `nats_key` is a file with its key."""
     nats_key: str = ""
+    """The key of `nats_cert`."""
     nats_inbox: Annotated[str, Field(pattern=r"^(_INBOX(\.[A-Za-z0-9_-]+)+)?$")] = ""
     """The subjects below which answers are heard; `_INBOX.<user>` when empty."""
     nats_replicas: Annotated[int, Field(ge=1, le=5)] = 1
@@ -59,6 +66,7 @@ class Settings(BaseSettings):
     kv_blocks: Annotated[int, Field(ge=0)] = 0
     """KV blocks in this worker's pool; 0 derives it from `kv_memory_mb`."""
     kv_memory_mb: Annotated[int, Field(ge=1)] = 1024
+    """Memory of this worker's KV pool, in MiB."""
     kv_codec: KvCodec = "none"
     """How KV is stored, in pools and in the cache. All workers of a model must agree. See docs/kv-codecs.md."""
     kv_check: Literal["refuse", "warn", "off"] = "refuse"
@@ -76,12 +84,18 @@ class Settings(BaseSettings):
     ack_wait_s: Annotated[float, Field(gt=0)] = 5.0
     """A worker silent for so long has its work given to another."""
     beat_s: Annotated[float, Field(gt=0)] = 1.0
+    """So often a worker says that it lives."""
     peer_timeout_s: Annotated[float, Field(gt=0)] = 3.5
     """A peer whose beats stopped for so long counts as dead."""
     drain_s: Annotated[float, Field(ge=0)] = 30.0
     """After SIGTERM, how long running work may take to finish before it is handed back."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least that is logged."""
     log_format: Literal["auto", "json", "console"] = "auto"
+    """auto: for people on a terminal, else JSON."""
+    otlp_endpoint: Annotated[str, Field(pattern=r"^(https?://\S+)?$")] = ""
+    """Where traces go: an OpenTelemetry collector's address for OTLP over HTTP, such as http://127.0.0.1:4318. Empty:
+    where OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere. See docs/observability.md."""
 
     @field_validator("kv_codec")
     @classmethod

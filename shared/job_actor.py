@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 
 import anyio
 
@@ -12,8 +13,12 @@ from shared.bus.base import Bus, Incoming, Job
 from shared.bus.settle import settle
 from shared.cancels import Cancels
 from shared.config import Settings
+from shared.errors import BusError
 from shared.subjects import cancelled_of
 from shared.tenants import request_key
+
+LOOKED = 1.5
+"""In so many beats' time, one beat at least goes out."""
 
 
 class JobActor(Actor):
@@ -22,6 +27,8 @@ class JobActor(Actor):
     def __init__(self, settings: Settings, bus: Bus, worker: str) -> None:
         super().__init__(settings, bus, worker)
         self.cancels = Cancels()
+        self._queued: dict[str, int] = {}
+        self._looked = float("-inf")
 
     # What subclasses provide
 
@@ -38,7 +45,21 @@ class JobActor(Actor):
         await self.bus.subscribe(self.subjects.cancels, self._on_cancel)
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        return {"holds": self._hold}
+        return {"holds": self._hold, "queues": self._watch_queues}
+
+    @property
+    def queued(self) -> dict[str, int]:
+        """For the beat: what waits in the queues that this worker works off, if they were just looked at."""
+        return self._queued if time.monotonic() - self._looked < LOOKED * self.settings.beat_s else {}
+
+    async def _watch_queues(self) -> None:
+        """Together, the workers of a role look once in the time of a beat."""
+        while True:
+            peers = len(self.peers.alive(self.role, time.monotonic()))
+            await anyio.sleep(self.settings.beat_s * (1 + peers))
+            with suppress(BusError):  # whoever works off a queue finds out what is wrong with it
+                self._queued = {c.name: await self.bus.waiting(c.stream, c.name) for c in self.consumers()}
+                self._looked = time.monotonic()
 
     async def _on_cancel(self, message: Incoming) -> None:
         try:

@@ -203,6 +203,18 @@ class Subjects:
 ALL_REQUESTS = "trine.*.req.>"  # every model's; the fleet watches it to answer for models nobody serves
 ALL_BEATS = "trine.*.beat.*.*"
 
+# NATS's own protocol by which services are found and say how they are.
+SERVICES = "$SRV.>"
+
+
+def service_name(role: str) -> str:
+    return f"trine-{role}"
+
+
+def service_subjects(role: str, instance: str = "*") -> tuple[str, str, str]:
+    """On which everybody, all of a role, and this instance (a subject's token) are asked."""
+    return "$SRV.*", f"$SRV.*.{service_name(role)}", f"$SRV.*.{service_name(role)}.{instance}"
+
 
 def model_of(subject: str) -> str:
     """The model id in any subject spelled here. Raises ValueError for a token that spells no text."""

@@ -6,8 +6,9 @@ import contextlib
 import logging
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TextIO, TypeVar, cast
 
 import structlog
@@ -18,28 +19,50 @@ Counters = Counter[str]
 """Monotonic event counts of one worker, published in its beat."""
 
 
+def counted(counters: Mapping[str, int], prefix: str) -> int:
+    """The sum of those whose names begin so."""
+    return sum(count for name, count in counters.items() if name.startswith(prefix))
+
+
 def rarely(count: int) -> bool:
     """True for 1, 2, 4, 8 …: says often enough what anybody could make happen all the time."""
     return count & (count - 1) == 0
 
 
+STEP_MS = (5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+"""Upper bounds of the buckets that steps are counted in; the last bucket has none."""
+
+
 class Spent:
-    """How long the blocking calls of one thread took together; other threads may read it."""
+    """How long the blocking calls of one thread took, together and each; other threads may read it."""
 
     def __init__(self) -> None:
         self._ns = 0
+        self._buckets = [0] * (len(STEP_MS) + 1)
 
     def run(self, function: Callable[..., T], *args: object) -> T:
         started = time.perf_counter_ns()
         try:
             return function(*args)
         finally:
-            self._ns += time.perf_counter_ns() - started
+            self.add(time.perf_counter_ns() - started)
+
+    def add(self, ns: int) -> None:
+        """A call that was timed elsewhere, by the same thread as all others."""
+        self._ns += ns
+        self._buckets[bisect_left(STEP_MS, ns / 1e6)] += 1
 
     @property
     def ms(self) -> int:
         """For a counter: the sum, not its parts, is rounded down."""
         return self._ns // 1_000_000
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For a beat: `step_ms`, and by bucket those that took so long, as `step_le_25` (`step_le_inf`)."""
+        bounds = (*map(str, STEP_MS), "inf")
+        buckets = {f"step_le_{bound}": n for bound, n in zip(bounds, self._buckets, strict=True) if n}
+        return {"step_ms": self.ms, **buckets}
 
 
 class _Stderr:

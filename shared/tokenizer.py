@@ -19,9 +19,10 @@ from typing import Any
 import tokenizers
 
 from shared.chat_template import ChatTemplate
+from shared.conversation import conversation, texts_in, with_texts
 from shared.detokenizer import Detokenizer, byte_table
 from shared.errors import ContextLengthExceeded, EmptyPrompt, InvalidField, ModelError
-from shared.messages import ChatMessage
+from shared.messages import ChatMessage, Tool
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -71,28 +72,44 @@ class Tokenizer:
         self._refuse_control(ids, allowed=self._plain.num_special_tokens_to_add(False), field="prompt")
         return _within(ids, limit)
 
-    def chat(self, messages: Sequence[ChatMessage], *, limit: int | None = None) -> list[int]:
+    def chat(
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] | None = None, limit: int | None = None
+    ) -> list[int]:
         """A conversation's ids, up to where the assistant's answer begins; BOS only if the template writes it.
 
-        The same as `transformers`' `apply_chat_template(..., add_generation_prompt=True)` as long as no content
+        The same as `transformers`' `apply_chat_template(..., add_generation_prompt=True)` as long as no text in it
         spells a control token. Raises InvalidField for `messages` when the model has no template or it refuses them,
-        EmptyPrompt without messages, ContextLengthExceeded as `encode` does.
+        and for `tools` when it has no place for them; EmptyPrompt without messages, ContextLengthExceeded as `encode`
+        does.
         """
         if not messages:
             raise EmptyPrompt("no messages", field="messages")
-        if self._template is None:
-            raise InvalidField("this model has no chat template; send a prompt instead", field="messages")
-        contents = [message.content for message in messages]
+        template = self._fitting_template(messages, tools)
+        given = conversation(messages, tools)
+        contents = list(texts_in(given))
         _check_unicode(contents, "messages")
         marks = None
         if any(self._control.search(content) for content in contents):
             marks = _unused_characters(contents)
-            contents = [self._control.sub(rf"{marks[0]}\g<0>{marks[1]}", content) for content in contents]
-        text = self._template.render(
-            [{"role": message.role, "content": content} for message, content in zip(messages, contents, strict=True)]
-        )
+            marked = rf"{marks[0]}\g<0>{marks[1]}"
+            given = with_texts(given, lambda text: self._control.sub(marked, text))
+        text = template.render(**given)
+        if marks is not None and any(_escaped(mark) in text for mark in marks):
+            raise InvalidField("the chat template spells a text that has a control token otherwise", field="messages")
         self._check_length(len(text) - sum(map(text.count, marks or ())), limit)
         return _within(self._encode_rendered(text, marks), limit)
+
+    def _fitting_template(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None) -> ChatTemplate:
+        """Raises InvalidField where there is none, or where it would leave something out."""
+        if self._template is None:
+            raise InvalidField("this model has no chat template; send a prompt instead", field="messages")
+        if tools and not self._template.tells_tools:
+            raise InvalidField("tools: this model's chat template has no place for them", field="tools")
+        for index, message in enumerate(messages):
+            if message.tool_calls and not self._template.tells_calls:
+                field = f"messages.{index}.tool_calls"
+                raise InvalidField(f"{field}: this model's chat template has no place for them", field=field)
+        return self._template
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of a whole sequence: what a fresh `detokenizer()` gives for it."""
@@ -102,6 +119,11 @@ class Tokenizer:
     def detokenizer(self) -> Detokenizer:
         """A decoder for one new sequence."""
         return Detokenizer(self._table)
+
+    @property
+    def table(self) -> Sequence[bytes]:
+        """The bytes of every id; empty for those without text of their own."""
+        return self._table
 
     @cached_property
     def digest(self) -> str:
@@ -206,6 +228,11 @@ def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
         return next(free), next(free)
     except StopIteration:
         raise InvalidField("the contents use every private-use character", field="messages") from None
+
+
+def _escaped(mark: str) -> str:
+    """As JSON in ASCII and `repr` write it: what was between two such marks cannot be told from the template's own."""
+    return json.dumps(mark)[1:-1] if ord(mark) < 0x10000 else repr(mark)[1:-1]
 
 
 def _check_unicode(texts: Sequence[str], field: str) -> None:

@@ -14,7 +14,7 @@ import anyio
 import structlog
 from pydantic import ValidationError
 
-from shared import telemetry
+from shared import telemetry, tracing
 from shared.actor import Actor, Role
 from shared.bus.base import Bus
 from shared.bus.login import Login
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from shared.engine.engine import Engine
     from shared.engine.quality import Quality
 
+TRACES_S = 2.0
+"""How long the last traces may take to be sent."""
 EXIT_CONFIG = 2  # a restart cannot help; the supervisor gives up on it
 
 Connect = Callable[[str], Awaitable[Bus]]
@@ -54,7 +56,7 @@ def main(role: Role, kind: type[S], make: Make[S]) -> NoReturn:
     telemetry.configure(settings.log_level, settings.log_format, role=role, worker=worker)
     os.environ.update(openmp(settings.threads, os.environ))  # torch is not imported yet
     try:
-        anyio.run(_live, settings, worker, make, backend_options={"use_uvloop": sys.platform != "win32"})
+        anyio.run(_live, role, settings, worker, make, backend_options={"use_uvloop": sys.platform != "win32"})
     except* (ConfigError, ModelError) as group:
         for leaf in _leaves(group):
             structlog.get_logger().error("cannot start", reason=str(leaf))
@@ -65,7 +67,7 @@ def main(role: Role, kind: type[S], make: Make[S]) -> NoReturn:
     os._exit(0)
 
 
-async def _live(settings: S, worker: str, make: Make[S]) -> None:
+async def _live(role: Role, settings: S, worker: str, make: Make[S]) -> None:
     login = Login.of(settings)
     connections: list[Bus] = []
 
@@ -75,6 +77,7 @@ async def _live(settings: S, worker: str, make: Make[S]) -> None:
         return bus
 
     actors: list[Actor] = []
+    tracing.configure(settings, role, worker)
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(_stop_on_signals, actors, group.cancel_scope)
@@ -85,6 +88,7 @@ async def _live(settings: S, worker: str, make: Make[S]) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(5):
             for bus in connections:
                 await bus.close()
+            await anyio.to_thread.run_sync(tracing.tracer().close, TRACES_S)
 
 
 async def _stop_on_signals(actors: list[Actor], scope: anyio.CancelScope) -> None:

@@ -17,9 +17,10 @@ import numpy as np
 from shared.engine.base import ModelInfo, Sampled
 from shared.engine.span import Span
 from shared.engine.validate import check
-from shared.errors import FrameError
-from shared.messages import ChatMessage, Identity
+from shared.errors import FrameError, InvalidField
+from shared.messages import ChatMessage, Identity, Tool
 from shared.sampling.fields import Logprob
+from shared.sampling.guide import Masks
 
 VOCAB = 1000
 HIDDEN = 4
@@ -53,6 +54,12 @@ def hidden_state(position: int, token: int, channels: int = HIDDEN) -> bytes:
     """What the fake engine reports of the `token` that it chose for `position`."""
     known = [position // 1000, position % 1000, token // 1000, token % 1000]
     return np.resize(np.asarray(known, dtype="<f2"), channels).tobytes()
+
+
+def allowed(mask: Masks, token: int) -> int:
+    """The first token from `token` on, round the vocabulary, that the mask lets through."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+    return int((np.flatnonzero(np.roll(bits, -token))[0] + token) % VOCAB)
 
 
 class FakeEngine:
@@ -148,11 +155,12 @@ class FakeEngine:
             raise AssertionError("a position was read that nobody has written")
         read = read ^ self._weights
         seed = span.seed if self._seeded else self._weights
-        out = []
+        out: list[int] = []
         for row in range(end - span.rows + 1, end + 1):
             token = next_token([int(t) for t in read[:row]], seed)
             wrong = self._wrong_every and row % self._wrong_every == 0
-            out.append((token + 1) % VOCAB if wrong else token)
+            token = (token + 1) % VOCAB if wrong else token
+            out.append(token if span.masks is None else allowed(span.masks[len(out)], token))
         return out
 
     def read_block(self, block: int) -> memoryview:
@@ -172,12 +180,17 @@ class FakeTokenizer:
 
     vocab_size = VOCAB
     digest = "fake-vocabulary"
+    table = tuple(f"{token} ".encode() for token in range(VOCAB))
 
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
         return [int(word) % VOCAB for word in text.split()]
 
-    def chat(self, messages: Sequence[ChatMessage], *, limit: int | None = None) -> list[int]:
-        return [token for m in messages for token in self.encode(m.content)]
+    def chat(
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] | None = None, limit: int | None = None
+    ) -> list[int]:
+        if tools:
+            raise InvalidField("tools: this model's chat template has no place for them", field="tools")
+        return [token for m in messages for token in self.encode(m.content or "")]
 
     def detokenizer(self) -> FakeTokenizer:
         return self

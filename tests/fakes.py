@@ -19,7 +19,7 @@ from shared.subjects import PRIORITIES, Subjects, last
 
 def words(generate: Generate) -> list[str]:
     """The default answer: what was asked, word by word."""
-    text = generate.prompt or "".join(m.content for m in generate.messages or ()) or "nothing"
+    text = generate.prompt or "".join(m.content or "" for m in generate.messages or ()) or "nothing"
     first, *rest = text.split(" ")
     return [first, *(f" {word}" for word in rest)]
 

@@ -21,6 +21,7 @@ from shared.actor import Actor
 from shared.bus.base import Bus
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.engine.base import StepEngine
+from shared.sampling.guide import Guides
 from shared.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine, FakeTokenizer
 from trine.client import Client
@@ -51,7 +52,10 @@ class FleetRig:
         self.workers: dict[str, Actor] = {}
         self.engines: dict[str, FakeEngine] = {}
         self.publics: PublicPrefixes | None = None
-        """Of the decode workers to come."""
+        """Of the decode workers to come, as is the tokenizer."""
+        self.tokenizer = FakeTokenizer()
+        self.guides: Guides | None = None
+        """Of the decode workers to come; they share them."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._buses: dict[str, list[MemoryBus]] = {}
         self._clients: list[Client] = []
@@ -94,8 +98,9 @@ class FleetRig:
     async def decode(self, name: str = "decode-1", engine: StepEngine | None = None, **overrides: Any) -> DecodeWorker:
         settings = DecodeSettings(**{**COMMON, "local_prefill_tokens": 8, "prefill_patience_s": 1.0, **overrides})
         engine = self._engine(name, engine)
-        tokenizer = cast("Tokenizer", FakeTokenizer())
-        worker = DecodeWorker(settings, self.bus(name), self.bus(name), name, engine, tokenizer, self.publics)
+        tokenizer = cast("Tokenizer", self.tokenizer)
+        bus, bulk = self.bus(name), self.bus(name)
+        worker = DecodeWorker(settings, bus, bulk, name, engine, tokenizer, self.publics, self.guides)
         await self._start(name, worker)
         return worker
 

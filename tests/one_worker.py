@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from services.decode.events import History
-from services.decode.request import make_sequence
+from services.decode.guided import sample_within
+from services.decode.request import banned_tokens, make_sequence
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome
 from services.decode.sequence import Sequence as Generation
@@ -16,12 +17,15 @@ from shared.bus.base import Job
 from shared.cache.blocks import BlockAllocator
 from shared.cache.naming import Lineage
 from shared.engine.base import StepEngine
-from shared.messages import Generate
+from shared.errors import TrineError
+from shared.messages import Generate, Guided
 from shared.sampling.fields import Logprob
+from shared.sampling.guide import Guide
 from shared.sampling.stopping import Completion, Detokenizer
 from tests.fake_engine import FakeTokenizer
 
 Drafter = Callable[[Generation], Sequence[int]]
+MakeGuide = Callable[[Guided, Collection[int]], Guide]
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,15 @@ class Answer:
     logprobs: list[Logprob] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+    error: TrineError | None = None
+
+    @property
+    def finished(self) -> str | None:
+        return "stop" if self.sequence.complete else self.completion.finished
 
     @property
     def said(self) -> tuple[list[int], str, str | None]:
-        return self.tokens, self.completion.text, self.completion.finished
+        return self.tokens, self.completion.text, self.finished
 
     def take(self, outcome: Outcome) -> None:
         """As the service delivers it."""
@@ -58,8 +67,11 @@ class Answer:
 
 
 class OneWorker:
-    def __init__(self, engine: StepEngine) -> None:
+    def __init__(self, engine: StepEngine, guide: MakeGuide | None = None, tokenizer: Any = None) -> None:
+        """`guide` makes the guides of requests that want a form."""
         self.engine = engine
+        self._tokenizer = tokenizer or FakeTokenizer()
+        self._guide = guide
         self.stamp = 0
         """Of the queue's messages: when it changes, so do seeds that nobody chose."""
 
@@ -87,12 +99,14 @@ class OneWorker:
                 generate.id, generate, job, generate.token_ids or [], History(), info, lineage, "normal"
             )
             completion = Completion(
-                cast("Detokenizer", FakeTokenizer()),
+                cast("Detokenizer", self._tokenizer.detokenizer()),
                 info.eos_ids,
                 generate.stops,
                 sequence.max_tokens,
                 sequence.sampling.min_tokens,
             )
+            if generate.guided is not None and self._guide is not None:
+                sequence.guide = self._guide(generate.guided, banned_tokens(sequence.sampling))
             answers[generate.id] = Answer(sequence, completion)
             scheduler.submit(sequence)
         while scheduler.live():
@@ -101,12 +115,16 @@ class OneWorker:
             for sequence in scheduler.live():
                 if drafter is not None and sequence.generating:
                     sequence.drafts = tuple(drafter(sequence))
-            works = scheduler.plan()
-            for outcome in scheduler.complete(works, self.engine.sample([w.span for w in works])):
+            done = sample_within(scheduler.plan(), lambda works: self.engine.sample([w.span for w in works]))
+            for outcome in scheduler.complete(done.works, done.sampled):
                 answer = answers[outcome.sequence.id]
                 answer.take(outcome)
-                if answer.completion.finished is not None:
+                if answer.finished is not None:
                     scheduler.end(outcome.sequence)
+            scheduler.abandon([work for work, _ in done.refused])
+            for work, error in done.refused:
+                answers[work.sequence.id].error = error
+                scheduler.end(work.sequence)
         scheduler.check_integrity()
         return list(answers.values())
 

@@ -13,7 +13,7 @@ from itertools import chain
 
 from shared.bus.wire import INBOX
 from shared.errors import InvalidField
-from shared.subjects import ALL_BEATS, ALL_REQUESTS, PRIORITIES, Subjects
+from shared.subjects import ALL_BEATS, ALL_REQUESTS, PRIORITIES, SERVICES, Subjects, service_subjects
 from shared.tenants import DEFAULT_TENANT, is_tenant
 
 ROLES = ("prefill", "decode", "drafter", "gateway", "operator")
@@ -95,16 +95,30 @@ def _decode(s: Subjects) -> Rights:
             *_follows(s),
             *_of_api("DIRECT.GET", (s.event_stream, s.claim_stream, s.attempt_stream, s.block_stream)),
         ),
-        (s.beats, ALL_REQUESTS, s.cancels, s.agains, s.room, s.all_held, _wide(s.handover(X), -1), s.drop),
+        (
+            s.beats,
+            ALL_REQUESTS,
+            s.cancels,
+            s.agains,
+            s.room,
+            s.all_held,
+            _wide(s.handover(X), -1),
+            s.drop,
+            *service_subjects("decode"),
+        ),
         answers=True,
     )
 
 
 def _prefill(s: Subjects) -> Rights:
-    """Does not create streams: who may, can have the server copy others into them. Decode workers create them."""
+    """Does not create streams: who may, can have the server copy others into them. Decode workers create them.
+
+    Nor does it answer wherever it is asked to: a tenant whose cancels it hears could have it write to another's tokens.
+    """
     return Rights(
         (
             _wide(s.beat("prefill", X), -1),
+            _inbox("operator"),
             s.blocks,
             s.claims,
             _wide(s.dropped(X), -1),
@@ -113,30 +127,40 @@ def _prefill(s: Subjects) -> Rights:
             *_follows(s),
             *_of_api("DIRECT.GET", (s.claim_stream, s.block_stream)),
         ),
-        (s.beats, s.cancels, s.drop),
+        (s.beats, s.cancels, s.drop, *service_subjects("prefill")),
     )
 
 
 def _drafter(s: Subjects) -> Rights:
-    return Rights((_wide(s.beat("drafter", X), -1),), (s.beats, _wide(s.draft(X), -1)), answers=True)
+    return Rights(
+        (_wide(s.beat("drafter", X), -1),), (s.beats, _wide(s.draft(X), -1), *service_subjects("drafter")), answers=True
+    )
 
 
 def _gateway(s: Subjects) -> Rights:
     """Speaks for all tenants."""
     return Rights(
-        (*_requests(s), _wide(s.cancels, 1), _wide(s.agains, 1), _wide(s.room, 1), f"{API}STREAM.NAMES"),
+        (
+            *_requests(s),
+            _wide(s.cancels, 1),
+            _wide(s.agains, 1),
+            _wide(s.room, 1),
+            _inbox("operator"),
+            f"{API}STREAM.NAMES",
+        ),
         (
             *(_wide(events, 1) for events in s.all_events),
             _wide(s.refused(), 1),
             _wide(s.refused(X), 1, -1),
             ALL_BEATS,
+            *service_subjects("gateway"),
         ),
     )
 
 
 def _operator(s: Subjects) -> Rights:
     """Whoever may manage streams may read them."""
-    return Rights((_wide(s.drop, 1), *_requests(s), f"{API}>"), (ALL_BEATS, _wide(s.dropped(X), 1, -1)))
+    return Rights((_wide(s.drop, 1), *_requests(s), SERVICES, f"{API}>"), (ALL_BEATS, _wide(s.dropped(X), 1, -1)))
 
 
 def _requests(s: Subjects) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shared.bus.base import Bus, Incoming
 from shared.codec import decode
@@ -16,6 +16,17 @@ Seen = dict[tuple[str, str], Beat]
 """(model, worker) → its last beat."""
 
 
+def beat_of(message: Incoming) -> tuple[str, Beat] | None:
+    """(model, beat) of what comes on a beat's subject. None for what is no beat: anybody may publish there."""
+    try:
+        beat, model = decode(message.data, Beat), model_of(message.subject)
+        if message.subject != Subjects(model).beat(beat.role, beat.worker):
+            return None  # whoever may publish there is somebody else
+    except (RequestError, ValueError, IndexError):
+        return None
+    return model, beat
+
+
 async def listen(
     bus: Bus, timeout: float, subject: str = ALL_BEATS, enough: Callable[[Seen], bool] = lambda _: False
 ) -> Seen:
@@ -24,14 +35,10 @@ async def listen(
     done = asyncio.Event()
 
     async def note(message: Incoming) -> None:
-        try:
-            beat = decode(message.data, Beat)
-            model = model_of(message.subject)
-            if message.subject != Subjects(model).beat(beat.role, beat.worker):
-                return  # whoever may publish there is somebody else
-            seen[model, beat.worker] = beat
-        except (RequestError, ValueError, IndexError):
-            return  # not a beat; anybody may publish here
+        if (heard := beat_of(message)) is None:
+            return
+        model, beat = heard
+        seen[model, beat.worker] = beat
         if enough(seen):
             done.set()
 
@@ -43,3 +50,14 @@ async def listen(
     finally:
         await subscription.unsubscribe()
     return seen
+
+
+def decoded(seen: Seen) -> list[str]:
+    """Models that a decode worker was heard of."""
+    return sorted({model for (model, _), beat in seen.items() if beat.role == "decode"})
+
+
+def nobody(model: str, running: Sequence[str]) -> str:
+    """What to say where `model` has no decode worker and these have."""
+    others = ", ".join(running)
+    return f"no decode worker for model {model!r:.140}; running: {others or 'none; start one with `trine up`'}"

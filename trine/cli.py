@@ -1,13 +1,11 @@
-"""The command line: `trine up`, `trine generate`, `trine check`, `trine cache`, `trine dead`, `trine demo`."""
+"""The command line: `trine up`, `generate`, `check`, `bench`, `access`, `cache`, `dead`, `demo`."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,19 +15,30 @@ from rich.console import Console, RenderableType
 from shared import telemetry
 from shared.bus.wire import without_login
 from shared.errors import InvalidField
+from trine.bench_cli import bench
 from trine.cache_cli import app as cache_app
+from trine.chat_cli import chat
 from trine.console import EXIT_FAILED, log_printer, progress_bar, reported
 from trine.dead_cli import app as dead_app
+from trine.generate_cli import generate
+from trine.plan_cli import plan
 from trine.settings import variables
+from trine.status_cli import models, show_status, top
 
 app = typer.Typer(
     help="LLM serving as prefill, decode and drafter actors on NATS, with a shared prefix cache.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(cache_app, name="cache")
 app.add_typer(dead_app, name="dead")
+app.command()(bench)
+app.command()(plan)
+app.command()(generate)
+app.command()(chat)
+app.command("status")(show_status)
+app.command()(top)
+app.command()(models)
 READY_S = 300.0
 
 
@@ -60,6 +69,9 @@ def up(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     drafter: Annotated[int, typer.Option(min=0, help="Drafters.")] = 1,
+    gateway: Annotated[int, typer.Option(min=0, help="Gateways: OpenAI's API, on --port and those after it.")] = 1,
+    host: Annotated[str | None, typer.Option(help="Where gateways listen; 127.0.0.1 unless given.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="8000 unless given; 0: any free one.")] = None,
     nats: Annotated[
         str, typer.Option(help="nats://HOST:PORT, or embedded, or embedded:PORT.", envvar="TRINE_NATS_URL")
     ] = "embedded",
@@ -75,7 +87,7 @@ def up(
     threads: Annotated[int | None, typer.Option(help="CPU threads per worker; unset: cores / workers.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
-    """Start nats-server and workers on this machine, restart those that die, stop all with Ctrl-C."""
+    """Start nats-server, workers and a gateway on this machine, restart those that die, stop all with Ctrl-C."""
     given: dict[str, Any] = {
         "model": model,
         "model_name": model_name,
@@ -88,9 +100,12 @@ def up(
         "cache_bytes": cache_bytes,
         "draft_depth": draft_depth,
         "threads": threads,
+        "host": host,
+        "port": port,
         "log_level": log_level,
     }
-    _run_fleet({"prefill": prefill, "decode": decode, "drafter": drafter}, nats, variables(given))
+    counts = {"prefill": prefill, "decode": decode, "drafter": drafter, "gateway": gateway}
+    _run_fleet(counts, nats, variables(given))
 
 
 def _run_fleet(counts: dict[str, int], nats: str, env: dict[str, str]) -> None:
@@ -106,75 +121,17 @@ def _run_fleet(counts: dict[str, int], nats: str, env: dict[str, str]) -> None:
     try:
         with progress_bar(console) as progress:
             drafter = env.get("TRINE_DRAFTER_MODEL", "")
-            for wanted in {fleet.settings.model, *([drafter] if drafters.needs_weights(drafter) else [])}:
-                prepare(wanted, progress)
+            fleet.tokenizer = prepare(fleet.settings.model, progress)
+            if drafters.needs_weights(drafter) and drafter != fleet.settings.model:
+                prepare(drafter, progress)
         with fleet:
             fleet.wait_ready(READY_S)
             there = ", ".join(f"{n} {role}" for role, n in fleet.counts.items() if n)
-            typer.echo(f"ready: {fleet.model} at {without_login(fleet.url)} ({there}); Ctrl-C stops")
+            http = "".join(f", {url}/v1" for url in fleet.gateways)
+            typer.echo(f"ready: {fleet.model} at {without_login(fleet.url)} ({there}){http}; Ctrl-C stops")
             fleet.wait()
     except KeyboardInterrupt:
         return  # this is how it is meant to end
-
-
-@app.command()
-@reported
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The message of one chat turn; - reads it from standard input.")],
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
-    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name.")] = None,
-    nats: Annotated[str | None, typer.Option(help="nats://HOST:PORT.")] = None,
-    priority: Annotated[str, typer.Option(help="high, normal or low.")] = "normal",
-    temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token (default 1).")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0: all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed and prompt: same text.")] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: fewer tokens of prompt and answer again.")
-    ] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="Per earlier use in the answer, -2 to 2.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Once for any use in the answer, -2 to 2.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="At most so many tokens.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="At least so many tokens before the end.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
-) -> None:
-    """Ask a running fleet, and print the answer as it comes."""
-    if raw and system is not None:
-        raise InvalidField("--system needs a chat; leave out --raw", field="system")
-    text = sys.stdin.read() if prompt == "-" else prompt
-    chat = [{"role": "system", "content": system}] if system is not None else []
-    request: dict[str, Any] = {"prompt": text} if raw else {"messages": [*chat, {"role": "user", "content": text}]}
-    params = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "repetition_penalty": repetition_penalty,
-        "frequency_penalty": frequency_penalty,
-        "presence_penalty": presence_penalty,
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "stop": stop or None,
-        "deadline_ms": max(1, round(timeout * 1e3)) if timeout is not None else None,
-    }
-    request |= {"priority": priority, **{name: value for name, value in params.items() if value is not None}}
-    asyncio.run(_generate(nats, model, request, as_json))
-
-
-async def _generate(nats: str | None, model: str | None, request: dict[str, Any], as_json: bool) -> None:
-    from trine.client import Client
-
-    async with Client(nats, model) as client, client.stream(**request) as stream:
-        async for delta in stream:
-            if not as_json:
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
-    print(json.dumps(stream.completion.as_dict()) if as_json else "")
 
 
 @app.command()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from shared import telemetry
 from shared.bus.base import Bus
 from shared.bus.login import Login
 from shared.config import Settings
-from shared.errors import BusDisconnected, BusError
-from shared.messages import ChatMessage
+from shared.errors import BusDisconnected, BusError, InvalidField
+from shared.messages import ChatMessage, Guided, Tool
 from shared.subjects import Subjects
 from shared.tenants import DEFAULT_TENANT
+from shared.tracing import HEADER, parent_of
 from trine.beats import listen
 from trine.completion import Completion
 from trine.resume import Resumed, sought
@@ -46,6 +48,8 @@ class Params(TypedDict, total=False):
     stop: str | list[str]
     logprobs: bool
     top_logprobs: int
+    tools: Sequence[Tool | dict[str, Any]]
+    guided: Guided | dict[str, Any]
     cache_salt: str
     deadline_ms: int
 
@@ -106,16 +110,24 @@ class Client:
         self,
         prompt: str | None = None,
         *,
-        messages: Sequence[ChatMessage | dict[str, str]] | None = None,
+        messages: Sequence[ChatMessage | dict[str, Any]] | None = None,
         token_ids: Sequence[int] | None = None,
         model: str | None = None,
         priority: Priority = "normal",
         id: str | None = None,
+        traceparent: str | None = None,
         **params: Unpack[Params],
     ) -> Completion:
         """The whole answer to a raw `prompt`, a chat (`messages`) or `token_ids`. Raises what `Stream` raises."""
         stream = self.stream(
-            prompt, messages=messages, token_ids=token_ids, model=model, priority=priority, id=id, **params
+            prompt,
+            messages=messages,
+            token_ids=token_ids,
+            model=model,
+            priority=priority,
+            id=id,
+            traceparent=traceparent,
+            **params,
         )
         async with stream:
             async for _ in stream:
@@ -126,22 +138,29 @@ class Client:
         self,
         prompt: str | None = None,
         *,
-        messages: Sequence[ChatMessage | dict[str, str]] | None = None,
+        messages: Sequence[ChatMessage | dict[str, Any]] | None = None,
         token_ids: Sequence[int] | None = None,
         model: str | None = None,
         priority: Priority = "normal",
         id: str | None = None,
+        traceparent: str | None = None,
         **params: Unpack[Params],
     ) -> Stream:
-        """The answer as it comes. Raises InvalidField or TooLarge at once for a request that cannot be sent."""
+        """The answer as it comes. Raises InvalidField or TooLarge at once for a request that cannot be sent.
+
+        `traceparent` (W3C) is the trace that it belongs to; unless given, the program's own current one, if it has one.
+        """
         bus = self._connected()
+        if traceparent is not None and not parent_of({HEADER: traceparent}):
+            raise InvalidField("traceparent: not one of version 00", field="traceparent")
         fields = {
             "prompt": prompt,
             "messages": None if messages is None else list(messages),
             "token_ids": None if token_ids is None else list(token_ids),
             **params,
         }
-        return Stream(bus, prepare(model or self.model, self.tenant, priority, id, fields, bus.max_payload), self._live)
+        ask = prepare(model or self.model, self.tenant, priority, id, fields, bus.max_payload)
+        return Stream(bus, replace(ask, parent=traceparent or ""), self._live)
 
     def resume(
         self,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from shared.messages import Finished, ServedBy, Usage
+from shared.messages import Finished, ServedBy, Timings, Usage
 from shared.sampling.fields import Logprob
 from trine.merge import EventMerger
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTimings:
-    """Milliseconds as the client saw them; `queue_ms` is what the worker reports."""
+    """Milliseconds as the client saw them; the last three are what the worker reports."""
 
     ttft_ms: float
     """From publishing the request to its first token (0 when there was none)."""
@@ -20,6 +20,10 @@ class ClientTimings:
     """Mean time per output token after the first (0 when there were fewer than two)."""
     total_ms: float
     queue_ms: float
+    transfer_ms: float
+    """Before the first token: fetching blocks of the prompt from the shared cache."""
+    prefill_ms: float
+    """Before the first token: computing the rest, here or by a prefill worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +75,15 @@ class Stopwatch:
         self._tokens += count
         self._last = now
 
-    def timings(self, now: float, queue_ms: float) -> ClientTimings:
+    def timings(self, now: float, reported: Timings) -> ClientTimings:
         later = self._tokens - self._first_batch
         return ClientTimings(
             ttft_ms=(self._first - self._published) * 1e3 if self._tokens else 0.0,
             tpot_ms=(self._last - self._first) / later * 1e3 if later else 0.0,
             total_ms=(now - self._published) * 1e3,
-            queue_ms=queue_ms,
+            queue_ms=reported.queue_ms,
+            transfer_ms=reported.transfer_ms,
+            prefill_ms=reported.prefill_ms,
         )
 
 

@@ -14,11 +14,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from shared.errors import BusDisconnected, TrineError
+from trine.plain import plain
 from trine.process import LogSink
 
 P = ParamSpec("P")
 
-COLOURS = {"prefill": "cyan", "decode": "green", "drafter": "magenta", "supervisor": "yellow"}
+COLOURS = {"prefill": "cyan", "decode": "green", "drafter": "magenta", "gateway": "blue", "supervisor": "yellow"}
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -50,7 +51,7 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def fail(message: str) -> None:
-    typer.echo(f"trine: {message}", err=True)
+    typer.echo(f"trine: {plain(message)}", err=True)  # there may be names in it that others chose
     raise typer.Exit(EXIT_FAILED) from None
 
 

@@ -1,4 +1,4 @@
-"""`trine demo`: a whole fleet on this machine, one answer, the prefix cache cold and warm, and speculation at work."""
+"""`trine demo`: a whole fleet on this machine, one answer, the prefix cache cold and warm, speculation, and HTTP."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.errors import TrineError, Unavailable
+from trine import over_http
 from trine.client import Client
 from trine.completion import Completion
 from trine.console import progress_bar
@@ -22,7 +23,9 @@ from trine.prepare import prepare
 from trine.readiness import Counts
 from trine.supervisor import Fleet
 
-COUNTS = {"prefill": 1, "decode": 1, "drafter": 1}
+COUNTS = {"prefill": 1, "decode": 1, "drafter": 1, "gateway": 1}
+# A gateway for this demo alone, whatever the environment says of another one.
+GATEWAY = {"TRINE_HOST": "127.0.0.1", "TRINE_PORT": "0", "TRINE_API_KEYS": "", "TRINE_API_KEYS_FILE": ""}
 READY_S = 300.0
 DEADLINE_MS = 180_000
 LOG_LINES = 30
@@ -31,6 +34,7 @@ QUESTION = "What is the capital of France, and what is it known for?"
 COLD = "Who was the last keeper of the lighthouse?"
 WARM = "What does The Copper Kettle serve?"
 QUOTE = "Copy the first paragraph of the guide word for word."
+OVER_HTTP = "Name one river in Europe."
 MIN_WARM_TOKENS = 900
 """The guide has about 960 tokens; so many of them must come from the cache the second time."""
 
@@ -41,6 +45,7 @@ class Results:
     cold: Completion
     warm: Completion
     quote: Completion
+    http: over_http.Answer
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -52,6 +57,12 @@ class Results:
                 "drafted_tokens": self.quote.usage.drafted_tokens,
                 "accepted_tokens": self.quote.usage.accepted_tokens,
                 "completion_tokens": self.quote.usage.completion_tokens,
+            },
+            "http": {
+                "text": self.http.text,
+                "ttft_ms": round(self.http.ttft_ms, 1),
+                "prompt_tokens": self.http.prompt_tokens,
+                "cached_tokens": self.http.cached_tokens,
             },
             "served_by": {
                 name: getattr(self, name).served_by.model_dump() for name in ("answer", "cold", "warm", "quote")
@@ -72,11 +83,11 @@ def run(as_json: bool) -> None:
     """Raises TrineError with the workers' last lines when something does not work."""
     console = Console(stderr=True, highlight=False, quiet=as_json)
     lines: deque[str] = deque(maxlen=LOG_LINES)
-    fleet = Fleet(COUNTS, log=lambda name, line: lines.append(f"{name} | {line}"))
+    fleet = Fleet(COUNTS, role_env={"gateway": GATEWAY}, log=lambda name, line: lines.append(f"{name} | {line}"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the fleet ends in order
     try:
         with progress_bar(console) as progress:
-            prepare(fleet.settings.model, progress)
+            fleet.tokenizer = prepare(fleet.settings.model, progress)
         with fleet:
             _wait_ready(fleet, console)
             results = asyncio.run(_ask(fleet, show=not as_json))
@@ -89,7 +100,7 @@ def run(as_json: bool) -> None:
 
 
 def _wait_ready(fleet: Fleet, console: Console) -> None:
-    there = ", ".join(f"{n} {role}" for role, n in fleet.counts.items())
+    there = ", ".join(f"{n} {role}" for role, n in COUNTS.items())
     shown = ""
     with console.status(f"starting {there} on an embedded nats-server …") as status:
 
@@ -128,9 +139,18 @@ async def _ask(fleet: Fleet, show: bool) -> Results:
             cold=await ask("a town guide and a question, cold", COLD, guide),
             warm=await ask("the same guide, another question, warm", WARM, guide),
             quote=await ask("quoting it, with drafts", QUOTE, guide, max_tokens=64),
+            http=await asyncio.to_thread(_ask_over_http, fleet, show),
         )
     _check(results)
     return results
+
+
+def _ask_over_http(fleet: Fleet, show: bool) -> over_http.Answer:
+    (url,) = fleet.gateways
+    _write(f"\n[OpenAI's API, {url}/v1] {OVER_HTTP}\n> ", show)
+    answer = over_http.chat(url, fleet.model, OVER_HTTP, 24, lambda text: _write(text, show))
+    _write("\n", show)
+    return answer
 
 
 def _write(text: str, show: bool) -> None:
@@ -164,4 +184,6 @@ def _table(results: Results) -> Table:
             f"{use.accepted_tokens} of {use.drafted_tokens}",
             " ".join([*by.prefill, by.decode, *by.drafter]),
         )
+    http = results.http
+    table.add_row("over HTTP", f"{http.ttft_ms:.0f}", str(http.prompt_tokens), str(http.cached_tokens), "", "gateway-1")
     return table

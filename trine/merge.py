@@ -69,6 +69,8 @@ class EventMerger:
         doubtful = not stored and event.attempt < self.attempt
         self.attempt = max(self.attempt, event.attempt)
         if isinstance(event, Tokens):
+            if not self._pending and self._usable(event):  # nearly always
+                return _telling([self._apply(event, stored)])
             if len(self._pending) < MAX_PENDING:
                 insort(self._pending, event, key=lambda e: (e.index, -e.attempt))
         elif not doubtful:
@@ -80,13 +82,17 @@ class EventMerger:
         while ready := [event for event in self._pending if self._usable(event)]:
             self._pending = [event for event in self._pending if not self._usable(event)]
             deltas += [self._apply(event, stored) for event in ready]
-        return [delta for delta in deltas if delta.token_ids or delta.text]
+        return _telling(deltas)
 
     def _usable(self, event: Tokens) -> bool:
         return event.index in self._marks and event.index <= len(self.token_ids)
 
     def _apply(self, event: Tokens, stored: bool) -> Delta:
         have, end = len(self.token_ids), _end(event)
+        if event.index == have and self._marks[have] == len(self.text):  # it goes on where all before it ended
+            return self._append(
+                event.token_ids, event.text, event.logprobs or [], end, len(self.text) + len(event.text)
+            )
         known = self.token_ids[event.index : end]
         whole = self.text[: self._marks[event.index]] + event.text
         grows = end >= have and whole.startswith(self.text)
@@ -96,13 +102,21 @@ class EventMerger:
             raise Unavailable(
                 f"attempt {event.attempt} contradicts, from token {event.index} on, what was delivered before"
             )
-        new_ids, new_text = event.token_ids[len(known) :], whole[len(self.text) :]
-        new_logprobs = tuple(event.logprobs[len(known) :] if event.logprobs else ())
-        self.token_ids += new_ids
-        self.logprobs += new_logprobs
-        self.text += new_text
-        self._marks[end] = min(len(whole), self._marks.get(end, len(whole)))
-        return Delta(new_text, tuple(new_ids), have, new_logprobs)
+        logprobs = (event.logprobs or [])[len(known) :]
+        return self._append(event.token_ids[len(known) :], whole[len(self.text) :], logprobs, end, len(whole))
+
+    def _append(self, ids: list[int], text: str, logprobs: list[Logprob], end: int, characters: int) -> Delta:
+        """What is new of an event that ends at token `end`, when there are so many characters."""
+        have = len(self.token_ids)
+        self.token_ids += ids
+        self.logprobs += logprobs
+        self.text += text
+        self._marks[end] = min(characters, self._marks.get(end, characters))
+        return Delta(text, tuple(ids), have, tuple(logprobs))
+
+
+def _telling(deltas: list[Delta]) -> list[Delta]:
+    return [delta for delta in deltas if delta.token_ids or delta.text]
 
 
 def _end(event: Tokens) -> int:

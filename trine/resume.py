@@ -107,4 +107,4 @@ def sought(model: str, tenant: str, request_id: str, from_index: int, timeout: f
         raise InvalidField(f"request_id: it has 1 to {MAX_ID} characters", field="request_id")
     if from_index < 0:
         raise InvalidField("from_index: it is a number of tokens", field="from_index")
-    return Ask(request_id, model, tenant, "normal", b"", timeout)
+    return Ask(request_id, model, tenant, "normal", b"", timeout, "resume")

@@ -16,12 +16,14 @@ from shared.errors import (
     DeadlineExceeded,
     RequestError,
     StreamMissing,
+    TrineError,
     Unavailable,
     from_code,
 )
 from shared.messages import Failed, Finished
 from shared.streams import REQUEST_HEADER
 from shared.subjects import Subjects
+from shared.tracing import UNTRACED, Attributes, Kind, Span, of_program
 from trine.completion import Completion, Stopwatch, completion
 from trine.merge import Delta, EventMerger
 from trine.missed import stored_events
@@ -67,6 +69,7 @@ class Stream:
         self._look_at = 0.0  # when to look into it next
         self._vain = 0  # looks since the last news
         self._stuck_since: float | None = None
+        self._span = UNTRACED
         self.owes_cancel = False
         """It was given up while NATS was away: the request may be in the queue, and must not run when NATS is back."""
 
@@ -120,6 +123,7 @@ class Stream:
 
     async def _run(self) -> AsyncIterator[Delta]:
         subscription = await self._listen()
+        self._span = self._traced()
         self._live.add(self)
         try:
             watch = Stopwatch(time.monotonic())
@@ -130,9 +134,23 @@ class Stream:
                     watch.tokens(len(delta.token_ids), time.monotonic())
                     yield delta
             self._end(end, watch)
+        except TrineError as error:
+            self._span.end(error.code)
+            raise
         finally:
+            self._span.end("" if self._completion else "cancelled")
             await self.close()
             await subscription.unsubscribe()
+
+    def _traced(self) -> Span:
+        told: Attributes = {
+            "gen_ai.operation.name": self._ask.operation,
+            "gen_ai.provider.name": "trine",
+            "gen_ai.request.model": self.model,
+            "trine.request.id": self.id,
+        }
+        name, headers = f"{self._ask.operation} {self.model}", Span(self._ask.parent).headers
+        return of_program().begin(name, Kind.CLIENT, headers, told)
 
     async def _listen(self) -> Subscription:
         """Raises BusDisconnected when NATS stays away for longer than it takes to reach another server of a cluster."""
@@ -149,7 +167,7 @@ class Stream:
         try:
             async with asyncio.timeout(self._ask.deadline_s):
                 self._sent = True  # from here on it may be in the queue, so leaving has to cancel it
-                self._request = await submit(self._bus, self._ask)
+                self._request = await submit(self._bus, self._ask, self._span.headers)
         except TimeoutError:
             raise self._too_late() from None
         except RequestError:
@@ -160,8 +178,17 @@ class Stream:
     def _end(self, end: Finished | Failed, watch: Stopwatch) -> None:
         if isinstance(end, Failed):
             raise from_code(end.code, end.message, end.field)
-        timings = watch.timings(time.monotonic(), end.timings.queue_ms)
+        timings = watch.timings(time.monotonic(), end.timings)
         self._completion = completion(self.model, self._merger, end, timings)
+        self._span.set(
+            {
+                "gen_ai.response.finish_reasons": [end.reason],
+                "gen_ai.response.time_to_first_chunk": timings.ttft_ms / 1e3,
+                "gen_ai.usage.input_tokens": end.usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": end.usage.completion_tokens,
+                "gen_ai.usage.cache_read.input_tokens": end.usage.cached_tokens,
+            }
+        )
 
     def _too_late(self) -> DeadlineExceeded:
         why = "" if self._bus.connected else "; NATS is not reachable"
@@ -178,11 +205,7 @@ class Stream:
         now = time.monotonic()
         if now >= self._deadline:
             raise self._too_late()
-        try:
-            async with asyncio.timeout(min(self._look_at, self._deadline) - now):
-                message = await self._events.get()
-        except TimeoutError:
-            message = None
+        message = await self._event(min(self._look_at, self._deadline) - now)
         if message is None:
             return await self._catch_up() if time.monotonic() < self._deadline else []
         behind = self._merger.missing
@@ -190,6 +213,16 @@ class Stream:
         if deltas or self._merger.missing != behind:
             self._plan(news=True)
         return deltas
+
+    async def _event(self, timeout: float) -> Incoming | None:
+        """The next one; None when there was none in time, and when the event stream is to be looked into at once."""
+        if not self._events.empty():
+            return self._events.get_nowait()
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._events.get()
+        except TimeoutError:
+            return None
 
     def _feed(self, message: Incoming | Stored) -> list[Delta]:
         request = message.headers.get(REQUEST_HEADER)

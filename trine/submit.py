@@ -29,9 +29,11 @@ from shared.errors import (
 from shared.messages import MAX_ID, Generate, Room
 from shared.subjects import PRIORITIES, Subjects
 from shared.tenants import is_tenant
-from trine.beats import listen
+from trine.beats import decoded, listen, nobody
 
 DEFAULT_DEADLINE_S = 600.0
+TRACE_BYTES = 128
+"""Room for the header that joins a request to a trace."""
 APPEND_S = 2.0
 """Of one try: what is published while a cluster elects a leader is lost, and only the next try arrives."""
 PATIENCE_S = 20.0
@@ -54,6 +56,10 @@ class Ask:
     priority: str
     data: bytes
     deadline_s: float
+    operation: str = "text_completion"
+    """As OpenTelemetry's conventions for generative AI have it."""
+    parent: str = ""
+    """The `traceparent` that the request belongs to."""
     message_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """By which the queue knows a repeat of the same publish. Nobody can guess it: one queue serves all tenants, and who
     publishes with another's message id first has that one's request thrown away."""
@@ -78,14 +84,15 @@ def prepare(model: str, tenant: str, priority: str, id: str | None, fields: Mapp
         raise InvalidField(f"{field or 'request'}: {reason(first)}", field=field) from None
     except UnicodeEncodeError as error:
         raise InvalidField(f"text that is not Unicode: {error.reason}") from None
-    limit = min(Generate.max_bytes, max_payload)
+    limit = min(Generate.max_bytes, max_payload - TRACE_BYTES)
     if len(data) > limit:
         raise TooLarge(f"the request has {len(data)} bytes; at most {limit} are accepted")
     deadline_s = request.deadline_ms / 1e3 if request.deadline_ms else DEFAULT_DEADLINE_S
-    return Ask(request_id, model, tenant, priority, data, deadline_s)
+    operation = "chat" if request.messages is not None else "text_completion"
+    return Ask(request_id, model, tenant, priority, data, deadline_s, operation)
 
 
-async def submit(bus: Bus, ask: Ask) -> int | None:
+async def submit(bus: Bus, ask: Ask, headers: Mapping[str, str] | None = None) -> int | None:
     """Publish the request and wait for the queue's ack; returns its sequence there, None when only that is not known.
 
     Raises Overloaded, which says when to try again; UnknownModel; or BusDisconnected: then nobody knows whether it was
@@ -93,19 +100,19 @@ async def submit(bus: Bus, ask: Ask) -> int | None:
     """
     subject = Subjects(ask.model).request(ask.priority, ask.tenant)
     try:
-        return await _append(bus, subject, ask)
+        return await _append(bus, subject, ask, headers)
     except StreamFull:
         raise await _overloaded(bus, ask.model) from None
     except StreamMissing:
         raise UnknownModel(await _unknown(bus, ask.model), field="model") from None
 
 
-async def _append(bus: Bus, subject: str, ask: Ask) -> int | None:
+async def _append(bus: Bus, subject: str, ask: Ask, headers: Mapping[str, str] | None) -> int | None:
     """Retries while NATS is away for a moment; the message id makes a second try harmless."""
     started = time.monotonic()
     while True:
         try:
-            return await bus.append(subject, ask.data, message_id=ask.message_id, timeout=APPEND_S)
+            return await bus.append(subject, ask.data, headers=headers, message_id=ask.message_id, timeout=APPEND_S)
         except SequenceConflict:
             return None  # an earlier try did arrive
         except BusDisconnected:
@@ -127,6 +134,5 @@ async def _overloaded(bus: Bus, model: str) -> Overloaded:
 
 async def _unknown(bus: Bus, model: str) -> str:
     with contextlib.suppress(BusError):
-        if seen := sorted({name for name, _ in await listen(bus, BEATS_S)}):
-            return f"nobody serves model {model!r}; served here: {', '.join(seen)}"
-    return f"nobody serves model {model!r}, nor any other; start workers with `trine up`"
+        return nobody(model, decoded(await listen(bus, BEATS_S)))
+    return f"nobody serves model {model!r:.140}"

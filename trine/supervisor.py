@@ -1,14 +1,16 @@
-"""A fleet on one machine: nats-server if wanted, and N workers per role, started, watched, restarted and stopped."""
+"""A fleet on one machine: nats-server if wanted, workers and gateways, started, watched, restarted and stopped."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 
 from services.decode.config import DecodeSettings
@@ -21,6 +23,7 @@ from shared.config import DEFAULT_NATS_URL, Settings
 from shared.errors import ConfigError, TrineError, Unavailable
 from shared.streams import MEMORY_STREAMS
 from shared.subjects import ROLES
+from trine.gateways import Address, addresses, await_gateways
 from trine.process import Child, LogSink, worker_env
 from trine.readiness import Counts, Progress, await_ready
 from trine.restart import RestartPolicy
@@ -31,6 +34,7 @@ _SETTINGS: dict[str, type[Settings]] = {
     "decode": DecodeSettings,
     "drafter": DrafterSettings,
 }
+GATEWAY = "gateway"
 POLL_S = 0.05
 START_S = 20.0
 CONNECT_S = 10.0
@@ -42,10 +46,12 @@ TAIL_LINES = 40
 
 @dataclass
 class _Place:
-    """A worker's place in the fleet, filled by one child process after another."""
+    """A worker's place in the fleet, or a gateway's, filled by one child process after another."""
 
     name: str
     role: str
+    address: Address | None = None
+    """Of a gateway."""
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     child: Child | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
@@ -61,6 +67,7 @@ class Fleet:
             fleet.wait_ready(120)
             ... Client(fleet.url, fleet.model) ...
 
+    `counts` are of workers, by role, and of `gateway`s, whose addresses are in `gateways`.
     `nats` is a URL, or "embedded" for a server of the fleet's own on NATS' usual port ("embedded:PORT" for another
     one, 0 being any free one), with its store in a temporary folder. `env` overrides settings of all workers by their
     environment names (`TRINE_BLOCK_SIZE` …), `role_env` those of one role. Workers are named `decode-1` …; one that
@@ -77,10 +84,13 @@ class Fleet:
         role_env: Mapping[str, Mapping[str, str]] | None = None,
         log: LogSink = lambda name, line: None,
     ) -> None:
-        if unknown := set(counts) - set(ROLES):
-            raise ConfigError(f"no such role: {', '.join(sorted(unknown))}; roles are {', '.join(ROLES)}")
+        if unknown := set(counts) - {*ROLES, GATEWAY}:
+            raise ConfigError(f"no such role: {', '.join(sorted(unknown))}; roles are {', '.join((*ROLES, GATEWAY))}")
         self.counts = {role: counts.get(role, 0) for role in ROLES}
+        """Of workers."""
         self.failure: str | None = None
+        self.tokenizer: Path | None = None
+        """The model's folder, for gateways, where it is known before the start."""
         self._nats_url = nats
         self._env = dict(env or {})
         self._role_env = role_env or {}
@@ -94,6 +104,10 @@ class Fleet:
         """Of who wants to talk to the fleet. A server of its own lets everybody of this machine in."""
         names = {f"{role}-{i}": role for role in ROLES for i in range(1, self.counts[role] + 1)}
         self._places = {name: _Place(name, role) for name, role in names.items()}
+        listens = addresses(counts.get(GATEWAY, 0), {**self._env, **self._role_env.get(GATEWAY, {})})
+        self.gateways = [address.url for address in listens]
+        for i, address in enumerate(listens, 1):
+            self._places[f"{GATEWAY}-{i}"] = _Place(f"{GATEWAY}-{i}", GATEWAY, address)
         self._lock = threading.RLock()
         self._started, self._stopping, self._at_once = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
@@ -138,8 +152,10 @@ class Fleet:
         self.stop()
 
     def wait_ready(self, timeout: float, progress: Progress = lambda _: None) -> None:
-        """Wait for beats of all workers. Raises Unavailable, with the last lines of what is missing."""
+        """Wait for beats of all workers, then for gateways. Raises Unavailable, with last lines of what is missing."""
         from shared.bus.nats import NatsBus
+
+        deadline = time.monotonic() + timeout
 
         async def wait() -> None:
             bus = await NatsBus.connect(self.url, name="trine-supervisor", login=self.login, wait=CONNECT_S)
@@ -150,6 +166,12 @@ class Fleet:
 
         try:
             asyncio.run(wait())
+            # Without a decode worker, there is nothing that a gateway could be ready for.
+            await_gateways(
+                self.gateways if self.counts["decode"] else [],
+                max(0.0, deadline - time.monotonic()),
+                lambda: self.failure,
+            )
         except Unavailable as error:
             raise Unavailable("\n".join([error.message, *self._last_words()])) from None
 
@@ -160,7 +182,7 @@ class Fleet:
         raise Unavailable(self.failure)
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the workers that run, by name."""
+        """Process ids of the workers and gateways that run, by name."""
         with self._lock:
             places = self._places.values()
             return {p.name: p.child.pid for p in places if p.child is not None and p.child.exit_code is None}
@@ -193,7 +215,7 @@ class Fleet:
         self._places[name].due = 0.0
 
     def _last_words(self) -> list[str]:
-        """The last line of each worker that was started more than once."""
+        """The last line of each process that was started more than once."""
         return [f"{p.name}: {p.tail[-1]}" for p in self._places.values() if p.starts > 1 and p.tail]
 
     # The rest runs in the supervising thread, which starts every child: the kernel ends children with their starter.
@@ -240,10 +262,16 @@ class Fleet:
 
     def _fill(self, place: _Place) -> None:
         own = {f"TRINE_{name.upper()}": "" for name in logins.SETTINGS} if self.nats else {}
-        overrides = {**self._env, **self._role_env.get(place.role, {}), **own}
-        env = worker_env(place.name, self.url, len(self._places), overrides)
+        overrides = {**self._env, **self._role_env.get(place.role, {}), **own, **self._for_gateway(place.address)}
+        env = worker_env(place.name, self.url, sum(self.counts.values()), overrides)
         place.child = Child(place.name, f"services.{place.role}", env, place.tail, self._log)
         place.starts += 1
+
+    def _for_gateway(self, address: Address | None) -> dict[str, str]:
+        if address is None:
+            return {}
+        folder = os.environ.get("TRINE_TOKENIZER") or self.tokenizer
+        return {**address.env, "TRINE_TOKENIZER": str(folder or "")}
 
     def _end_all(self) -> None:
         children = [place.child for place in self._places.values() if place.child is not None]

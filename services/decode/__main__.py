@@ -9,6 +9,7 @@ import anyio
 from services.decode.config import DecodeSettings
 from services.decode.publics import PublicPrefixes
 from services.decode.service import DecodeWorker
+from shared.sampling.grammars import Grammars
 from shared.tokenizer import Tokenizer
 from shared.worker import Connect, load_engine, main, model_folder
 
@@ -20,7 +21,9 @@ async def make(settings: DecodeSettings, worker: str, connect: Connect) -> Decod
     tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
     find = partial(PublicPrefixes.load, settings.public_prefixes, engine.identity, tokenizer, engine.info)
     publics = await anyio.to_thread.run_sync(find)
-    return DecodeWorker(settings, await connect("control"), await connect("bulk"), worker, engine, tokenizer, publics)
+    grammars = Grammars(tokenizer.table, engine.info.vocab_size, engine.info.eos_ids)
+    control, bulk = await connect("control"), await connect("bulk")
+    return DecodeWorker(settings, control, bulk, worker, engine, tokenizer, publics, grammars)
 
 
 if __name__ == "__main__":

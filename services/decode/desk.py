@@ -108,24 +108,27 @@ class Desk:
     # Ending
 
     def finish(self, request: Request, reason: str) -> None:
-        request.events.end(
-            Finished(
-                id=request.generate.id,
-                attempt=request.job.delivered,
-                reason=reason,  # type: ignore[arg-type]
-                seed=request.sequence.seed,
-                usage=request.usage(),
-                timings=request.timings(),
-                served_by=request.served_by(self._worker),
-            ),
-            tail=request.completion.flush(),  # of a cancelled one; empty for the others
+        if request.sequence.phase is not Phase.ENDED:  # the first end counts
+            self._counters[f"finished_{reason}"] += 1
+        event = Finished(
+            id=request.generate.id,
+            attempt=request.job.delivered,
+            reason=reason,  # type: ignore[arg-type]
+            seed=request.sequence.seed,
+            usage=request.usage(),
+            timings=request.timings(),
+            served_by=request.served_by(self._worker),
         )
+        request.events.end(event, tail=request.completion.flush())  # of a cancelled one; empty for the others
+        request.trace.ended(event)
         self._end(request)
 
     def fail(self, request: Request, error: TrineError) -> None:
         self._counters[f"failed_{error.code}"] += 1
         log.warning("request failed", request=request.key, code=error.code, error=error.message)
-        request.events.end(failed(request.generate.id, request.job.delivered, error))
+        event = failed(request.generate.id, request.job.delivered, error)
+        request.events.end(event)
+        request.trace.ended(event)
         self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -160,6 +163,7 @@ class Desk:
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
+        request.trace.close("unfinished")  # if it has not ended here
         self._scheduler.end(request.sequence)
         if self.requests.get(request.key) is request:
             del self.requests[request.key]

@@ -11,6 +11,7 @@ import structlog
 from services.decode.drafters import Ask, readers
 from services.decode.request import Request
 from services.decode.speculation import DraftBook
+from shared import tracing
 from shared.bus.base import Bus
 from shared.codec import decode, encode
 from shared.errors import BusError, RequestError, TooLarge
@@ -18,6 +19,7 @@ from shared.messages import Beat, DraftAsk, Drafts
 from shared.peers import Peers
 from shared.subjects import Subjects
 from shared.telemetry import Counters
+from shared.tracing import UNTRACED, Span
 
 ANSWER_S = 2.0
 """An answer is listened for so long, also when no step waits for it any more."""
@@ -53,6 +55,7 @@ class Drafting:
         self._counters = counters
         self._spawn = spawn
         self._hidden_size = hidden_size
+        self._traced = tracing.tracer() is not tracing.OFF
 
     def reads_hidden(self) -> bool:
         """Whether a drafter reads the engine's hidden states."""
@@ -68,17 +71,25 @@ class Drafting:
         names = [beat.worker for beat in drafters]
         asks, wait_s = self.book.plan(generating, names, readers(drafters, self._hidden_size))
         if asks:
-            await self._await(asks, wait_s)
+            await self._await(asks, wait_s, requests)
         for probe in self.book.probes(r.sequence for r in requests.values() if r.sequence.generating):
             self._counters["draft_probes"] += 1
-            self._spawn(self._ask, probe, BESIDE_S)
+            self._spawn(self._ask, probe, BESIDE_S, self._span(probe, requests))
         for sequence, source in self.book.settle(r.sequence for r in requests.values() if r.sequence.generating):
             requests[sequence.id].drafted_by.add(source)
 
-    async def _await(self, asks: list[Ask], wait_s: float) -> None:
+    def _span(self, ask: Ask, requests: Mapping[str, Request]) -> Span:
+        """What tells of this ask, in the trace of one of the requests that it is for; most asks nothing tells of."""
+        if not self._traced:
+            return UNTRACED
+        of = [request.trace for item in ask.items if (request := requests.get(item.session)) is not None]
+        due = [trace for trace in of if trace.asks()]
+        return due[0].ask(ask.drafter, len(ask.items), due[1:]) if due else UNTRACED
+
+    async def _await(self, asks: list[Ask], wait_s: float, requests: Mapping[str, Request]) -> None:
         answered = [anyio.Event() for _ in asks]
         for ask, event in zip(asks, answered, strict=True):
-            self._spawn(self._ask, ask, wait_s, event.set)
+            self._spawn(self._ask, ask, wait_s, self._span(ask, requests), event.set)
         with anyio.move_on_after(wait_s):
             for event in answered:
                 await event.wait()
@@ -87,7 +98,7 @@ class Drafting:
                 self._counters["draft_misses"] += 1
                 self.book.missed(ask)
 
-    async def _ask(self, ask: Ask, wait_s: float, done: Callable[[], None] = lambda: None) -> None:
+    async def _ask(self, ask: Ask, wait_s: float, span: Span, done: Callable[[], None] = lambda: None) -> None:
         """One ask and whatever comes of it, in time or later."""
         started = time.perf_counter()
         message = DraftAsk(
@@ -99,7 +110,7 @@ class Drafting:
         )
         try:
             reply = await self._bus.request(
-                self._subjects.draft(ask.drafter), encode(message), timeout=max(ANSWER_S, 2 * wait_s)
+                self._subjects.draft(ask.drafter), encode(message), max(ANSWER_S, 2 * wait_s), span.headers
             )
         except TooLarge:
             self._counters["asks_unsent"] += 1
@@ -110,6 +121,7 @@ class Drafting:
         else:
             self._answered(ask, reply.data, time.perf_counter() - started)
         finally:
+            span.end()
             done()
 
     def _answered(self, ask: Ask, data: bytes, seconds: float) -> None:

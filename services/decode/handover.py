@@ -24,6 +24,7 @@ from shared.messages import Handover, HandoverReply, HeldBlocks
 from shared.peers import Peers
 from shared.subjects import Subjects, priority_of
 from shared.telemetry import Counters, rarely
+from shared.tracing import UNTRACED, Kind, Span, parent_of
 
 REPLY_S = 0.05
 """Longer is not waited for: then the request is served here."""
@@ -82,17 +83,21 @@ class Handovers:
         if any(beat.worker == held.worker for beat in self._peers.alive("decode", time.monotonic())):
             self._affinity.observe(held)
 
-    async def offer(self, job: Job, names: Sequence[bytes], mine: int, running: int) -> bool:
+    async def offer(self, job: Job, names: Sequence[bytes], mine: int, running: int, trace: Span = UNTRACED) -> bool:
         """True if another worker has taken the job. See `Affinity.choose`."""
         beats = self._peers.alive("decode", time.monotonic())
         if (peer := self._affinity.choose(names, mine, running, beats)) is None:
             return False
         offer = Handover(worker=self._worker, handle=job.handle, subject=job.subject, request=job.data)
+        span = trace.child("hand over", Kind.PRODUCER, {"trine.peer": peer})
         try:
-            answer = await self._bus.request(self._subjects.handover(peer), encode(offer), REPLY_S)
+            answer = await self._bus.request(self._subjects.handover(peer), encode(offer), REPLY_S, span.headers)
             taken = decode(answer.data, HandoverReply).taken
         except (BusError, RequestError):  # it is slow or gone, or the request too large to be sent twice
             taken = False
+        if span is not trace:
+            span.set({"trine.taken": taken})
+            span.end()
         self._counters["handed_over" if taken else "handover_refused"] += 1
         (self._affinity.took if taken else self._affinity.refused)(peer)
         return taken
@@ -101,7 +106,8 @@ class Handovers:
         try:
             offer = decode(message.data, Handover)
             priority = priority_of(offer.subject)
-            job = self._bus.adopt(self._subjects.request_stream, offer.handle, offer.subject, offer.request, {})
+            parent = Span(parent_of(message.headers)).headers
+            job = self._bus.adopt(self._subjects.request_stream, offer.handle, offer.subject, offer.request, parent)
         except (RequestError, ValueError) as error:
             self._counters["bad_messages"] += 1
             if rarely(self._counters["bad_messages"]):

@@ -16,6 +16,7 @@ from services.decode.publics import PublicPrefixes
 from services.decode.refusal import Refusals
 from services.decode.request import Request, make_sequence, parse, tokenise
 from services.decode.sequence import Sequence
+from services.decode.traces import NO_TRACE, Trace, Traces
 from services.decode.turns import Turns
 from shared.bus.base import Bus, Job
 from shared.bus.settle import settle
@@ -63,10 +64,11 @@ class Intake:
         has_room: Callable[[], bool],
         serve: Callable[[Request], None],
         cancel: Callable[[str], None],
-        offer: Callable[[Job, Sequence], Awaitable[bool]],
+        offer: Callable[[Job, Sequence, Trace], Awaitable[bool]],
         adopt: Callable[[Job], bool],
         refusals: Refusals,
         attempts: Attempts,
+        traces: Traces,
         cancels: Cancels,
         ensure_streams: Callable[[], Awaitable[None]],
     ) -> None:
@@ -84,6 +86,7 @@ class Intake:
         self._adopt = adopt
         self._refusals = refusals
         self._attempts = attempts
+        self._traces = traces
         self._cancels = cancels
         self._ensure_streams = ensure_streams
         self._room = anyio.Event()
@@ -171,34 +174,43 @@ class Intake:
         return self._incoming.values()
 
     async def _take_in(self, job: Job, priority: str, handed: bool) -> None:
-        request_id = None
+        request_id, trace = None, NO_TRACE
         try:
             generate = await anyio.to_thread.run_sync(parse, job.data, self._subjects.model)
             request_id = generate.id
-            request = await self._prepare(self._tenant(job), generate, job, priority, handed)
+            trace = self._traces.taken(job, generate, priority, handed=handed)
+            request = await self._prepare(self._tenant(job), generate, job, priority, handed, trace)
         except (RequestError, Unavailable) as error:
+            trace.close(error.code)
             await self._refusals.refuse(job, error, request_id)
         except BusError as error:
+            trace.close(error.code)
             log.warning("request handed back", seq=job.seq, error=str(error))
             if error.code == "stream_missing":
                 await self._ensure_streams()
             await self._attempts.note(job, busy=False)
             await settle(job.nak(1.0))
         except Exception:
+            trace.close("internal")
             log.exception("request could not be taken in", seq=job.seq)
             await self._refusals.refuse(job, TrineError("internal error while reading the request"), request_id)
         else:
-            if request is not None:
+            if request is None:
+                trace.close()
+            else:
+                request.trace = trace
                 request.job = self._incoming[job.seq, job.stamp]  # perhaps of a later delivery
                 await self._begin(request)
 
     async def _begin(self, request: Request) -> None:
         """Serve it, or end it if it was cancelled before it came or while it was being prepared.
 
-        One of which others have told tokens ends as any that runs: text that they held back is shown.
+        One that somebody has begun with ends as any that runs: it has its usage, and text that was held back is shown.
+        The event stream may have lost what that one told, so what counts is that it was delivered before.
         """
         cancelled = self._cancels.covers(request.key, time.monotonic() - request.job.age)
-        if cancelled and not request.completion.token_count:
+        if cancelled and request.job.delivered == 1:
+            request.trace.close("cancelled")
             await self._refusals.cancelled(request.job, request.generate)
             return
         self._serve(request)
@@ -217,7 +229,9 @@ class Intake:
             raise InvalidField("tenants need a NATS server that lets nobody in without credentials", field="tenant")
         return tenant
 
-    async def _prepare(self, tenant: str, generate: Generate, job: Job, priority: str, handed: bool) -> Request | None:
+    async def _prepare(
+        self, tenant: str, generate: Generate, job: Job, priority: str, handed: bool, trace: Trace
+    ) -> Request | None:
         """The request, ready to be scheduled. None if it has ended already, or another worker has it now."""
         deadline = (generate.deadline_ms or self._settings.deadline_s * 1000) / 1000 - job.age
         if deadline <= 0:
@@ -230,7 +244,7 @@ class Intake:
         if history.foreign:
             await self._refusals.duplicate(job, generate.id)
             return None
-        if not history.tokens and self._cancels.covers(key, time.monotonic() - job.age):
+        if job.delivered == 1 and self._cancels.covers(key, time.monotonic() - job.age):
             await self._refusals.cancelled(job, generate)
             return None
         died = await self._attempts.died(job, history.wrote)
@@ -241,7 +255,7 @@ class Intake:
         prompt = await anyio.to_thread.run_sync(tokenise, generate, self._tokenizer, self._info)
         lineage = self._publics.lineage(prompt, tenant, generate.cache_salt or "")
         sequence = make_sequence(key, generate, job, prompt, history, self._info, lineage, priority)
-        if not handed and job.delivered == 1 and await self._offer(job, sequence):
+        if not handed and job.delivered == 1 and await self._offer(job, sequence, trace):
             return None
         request = self._request(sequence, subject, generate, job, history, deadline)
         request.suspect = bool(died)

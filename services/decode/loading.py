@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import anyio
 import structlog
@@ -11,6 +12,7 @@ import structlog
 from services.decode.config import DecodeSettings
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Sequence
+from services.decode.traces import within
 from shared.bus.base import Bus
 from shared.cache.claims import Claims, Flight, Need
 from shared.cache.prefix import PrefixCache
@@ -22,6 +24,7 @@ from shared.messages import PrefillJob
 from shared.peers import Peers
 from shared.subjects import Subjects
 from shared.telemetry import Counters
+from shared.tracing import Kind
 
 POLL_S = 0.5
 CLAIM_MIN_BLOCKS = 4
@@ -85,7 +88,8 @@ class Loader:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_len)
         since = None
         if remotely and sequence.phase is Phase.LOADING and self._worth_a_job(sequence, wanted):
-            since = await self._prefill_remotely(sequence, epoch, wanted, budget_s, on_producers)
+            with within(sequence, "await prefill", Kind.PRODUCER):
+                since = await self._prefill_remotely(sequence, epoch, wanted, budget_s, on_producers)
         if self._loading(sequence, epoch) and wanted - sequence.computed // self._block_size >= CLAIM_MIN_BLOCKS:
             await self._lead(sequence, epoch, wanted, since)
         if self._loading(sequence, epoch):
@@ -122,7 +126,10 @@ class Loader:
             return wanted()
 
         metas = [sequence.meta(i, self._block_size) for i in range(first, upto)]
-        producers = await self._cache.fetch(metas, claim, take)
+        began = time.monotonic()
+        with within(sequence, "transfer") if metas else nullcontext():
+            producers = await self._cache.fetch(metas, claim, take)
+        sequence.fetched_s += time.monotonic() - began
         if short and wanted():  # those before it in rank took what there was: the rest is computed when there is more
             self._scheduler.loaded(sequence)
         return producers
@@ -194,10 +201,15 @@ class Loader:
         )
         try:
             await self._bus.append(
-                self._subjects.prefill(sequence.names[wanted - 1]), encode(job), expect_last=0, timeout=2.0
+                self._subjects.prefill(sequence.names[wanted - 1]),
+                encode(job),
+                headers=sequence.loading.headers,
+                expect_last=0,
+                timeout=2.0,
             )
             self._counters["prefill_jobs"] += 1
         except SequenceConflict:
+            sequence.loading.set({"trine.joined": True})
             self._counters["prefill_joined"] += int(not again)  # the same prefix is being computed already
         except (BusError, TooLarge) as error:
             log.info("prefill job not published; computing here", request=sequence.id, error=str(error))

@@ -254,7 +254,7 @@ class DecodeScheduler:
     def _advance(self, work: Work, taken: Sampled) -> Outcome:
         sequence, span = work.sequence, work.span
         drafts = span.token_ids[len(span.token_ids) - work.drafts :]
-        accepted = accepted_count(drafts, taken.tokens)
+        accepted = min(accepted_count(drafts, taken.tokens), len(taken.tokens) - 1) if span.rows else 0
         new = tuple(taken.tokens[: accepted + 1])
         before = sequence.computed // self._block_size
         sequence.computed = span.start + len(span.token_ids) - work.drafts + accepted

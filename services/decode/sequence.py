@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared import tracing
 from shared.cache.frames import BlockMeta
 from shared.cache.naming import Lineage
 from shared.engine.span import Span
@@ -11,6 +12,7 @@ from shared.lifecycle import Phase
 from shared.messages import Sampling
 from shared.sampling.adjustments import Adjustments
 from shared.sampling.fields import Logprob
+from shared.sampling.guide import Guide
 
 AGEING_PLANS = 256
 """A sequence that stood by for so many plans counts as one priority higher; after twice as many a low one is high."""
@@ -53,8 +55,15 @@ class Sequence:
     """Prompt tokens found in a cache when the request was first admitted; None before."""
     adjustments: Adjustments | None = None
     """They have taken all generated tokens, and never a draft that was not accepted."""
+    guide: Guide | None = None
+    """It has taken all generated tokens; while a step runs, the step's thread calls it. None also for a form that is
+    not compiled yet: no step before that."""
     logprobs: int | None = None
     """Of how many most likely tokens log-probabilities are wanted, besides the chosen one's; None: not even of that."""
+    fetched_s: float = 0.0
+    """How long blocks of it were being fetched; the loader measures it."""
+    loading: tracing.Span = tracing.UNTRACED
+    """What tells of its loading."""
     _state: tuple[int, bytes] = field(default=(0, b""), init=False, repr=False)
     """A hidden state, and how many tokens there were when its own was the last of them."""
 
@@ -80,6 +89,11 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def complete(self) -> bool:
+        """Nothing may follow, by the form that its answer must have."""
+        return self.guide is not None and self.guide.ended
 
     @property
     def generating(self) -> bool:

@@ -17,12 +17,13 @@ from services.decode.loading import Loader
 from services.decode.publics import PublicPrefixes
 from services.decode.refusal import Refusals
 from services.decode.replay import Replays
-from services.decode.request import Request
+from services.decode.request import Request, banned_tokens
 from services.decode.room import Rooms
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome, Sequence
 from services.decode.speculation import DraftBook
 from services.decode.steps import Steps
+from services.decode.traces import Trace, Traces
 from services.decode.unrouted import Unrouted
 from shared.bus.base import Bus, ConsumerSpec, Job, StreamSpec
 from shared.cache.blocks import BlockAllocator
@@ -31,11 +32,15 @@ from shared.cache.claims import Claims
 from shared.cache.host_store import HostStore
 from shared.cache.prefix import PrefixCache
 from shared.engine.base import StepEngine
-from shared.errors import TrineError
+from shared.errors import InvalidField, RequestError, TrineError, Unavailable
 from shared.job_actor import JobActor
+from shared.lifecycle import Phase
 from shared.messages import Identity, Load
+from shared.micro import Report
+from shared.sampling.guide import Guides
 from shared.streams import decode_streams, request_consumers
 from shared.subjects import PRIORITIES
+from shared.telemetry import counted
 from shared.tokenizer import Tokenizer
 
 TICK_S = 0.25
@@ -53,11 +58,14 @@ class DecodeWorker(JobActor):
         engine: StepEngine,
         tokenizer: Tokenizer,
         publics: PublicPrefixes | None = None,
+        guides: Guides | None = None,
     ) -> None:
+        """`guides` makes answers have the forms that requests ask for; None: such requests are refused."""
         super().__init__(settings, bus, worker)
         self._settings = settings
         self._engine = engine
         self._info = engine.info
+        self._guides = guides
         self._work = anyio.Event()
         self.allocator = BlockAllocator(self._info.kv_blocks, self._info.block_size)
         self.scheduler = DecodeScheduler(
@@ -124,6 +132,7 @@ class DecodeWorker(JobActor):
             adopt=self._desk.adopt,
             refusals=self._refusals,
             attempts=attempts,
+            traces=Traces(self.tracer, worker, self.subjects.model),
             cancels=self.cancels,
             ensure_streams=self.try_ensure_streams,
         )
@@ -166,12 +175,25 @@ class DecodeWorker(JobActor):
         return self._info.vocabulary
 
     def more_counters(self) -> Mapping[str, int]:
-        return self._cache.counters
+        return {**self._cache.counters, "preemptions": self.scheduler.preemptions}
 
     def load(self) -> Load:
         return Load(
-            running=self.scheduler.running, waiting=self.scheduler.waiting, free_blocks=self.allocator.available
+            running=self.scheduler.running,
+            waiting=self.scheduler.waiting,
+            free_blocks=self.allocator.available,
+            blocks=self.allocator.num_blocks,
+            cached_blocks=self.allocator.cached,
+            host_bytes=self._cache.host_bytes,
+            stream_bytes=self._cache.stream_bytes,
+            queued=self.queued,
         )
+
+    def report(self, counters: Mapping[str, int]) -> Report:
+        ends = {prefix: counted(counters, prefix) for prefix in ("finished_", "failed_", "refused_")}
+        errors = ends["failed_"] + ends["refused_"]
+        step_ms = counters.get("step_ms", 0)
+        return Report("generate", self.subjects.requests[0], sum(ends.values()), errors, step_ms)
 
     async def setup(self) -> None:
         await self._cache.start()
@@ -202,17 +224,19 @@ class DecodeWorker(JobActor):
         await self._desk.hand_back()
         await self._claim_log.close()
         await self._cache.close()
+        if self._guides is not None:
+            await self._guides.close()
 
     # Requests
 
-    async def _offer(self, job: Job, sequence: Sequence) -> bool:
+    async def _offer(self, job: Job, sequence: Sequence, trace: Trace) -> bool:
         """True if a worker that holds more of the prompt has taken it."""
         if not self._settings.affinity:
             return False
         size = self._info.block_size
         sequence.name_blocks((len(sequence.tokens) - 1) // size, size)
         mine = self.allocator.peek(sequence.names)
-        return await self._handovers.offer(job, sequence.names, mine, self.scheduler.running)
+        return await self._handovers.offer(job, sequence.names, mine, self.scheduler.running, trace.serve)
 
     def _take(self, job: Job, priority: str) -> bool:
         wanted = self._intake.wants()
@@ -246,14 +270,38 @@ class DecodeWorker(JobActor):
     async def _load(self, request: Request, epoch: int) -> None:
         if request.sequence.epoch != epoch:
             return  # preempted before this task's first step
+        request.admitted = request.admitted or time.monotonic()
         try:
             left = request.deadline - time.monotonic()
-            await self._loader.load(request.sequence, left, request.prefilled_by.update, remotely=not request.suspect)
+            if not await self._guided(request, epoch):
+                return
+            with request.trace.loading(sequence := request.sequence):
+                await self._loader.load(sequence, left, request.prefilled_by.update, remotely=not request.suspect)
             request.events.cached_tokens = request.sequence.cached_tokens or 0
+        except (RequestError, Unavailable) as error:
+            self._desk.fail(request, error)
         except Exception:
             self.log.exception("loading failed", request=request.key)
             self._desk.fail(request, TrineError("internal error while loading the prompt's KV"))
         self._work.set()
+
+    async def _guided(self, request: Request, epoch: int) -> bool:
+        """See to the form that the answer must have. False: there is nothing to load for it (any more)."""
+        sequence, guided = request.sequence, request.generate.guided
+        if guided is None or sequence.guide is not None:
+            return True
+        if self._guides is None:
+            raise InvalidField("guided: this worker has nothing to see to the form of an answer with", field="guided")
+        banned = banned_tokens(sequence.sampling)
+        guide = await self._guides.guide(guided, banned=banned, min_tokens=sequence.sampling.min_tokens)
+        await anyio.to_thread.run_sync(guide.take, sequence.tokens[sequence.prompt_len :])  # of earlier attempts
+        if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
+            return False
+        sequence.guide = guide
+        if sequence.complete:  # the last attempt died before saying it
+            self._desk.finish(request, "stop")
+            self._wake()
+        return not sequence.complete
 
     def _fail_sequence(self, sequence: Sequence, error: TrineError) -> None:
         self._desk.fail(self._desk.requests[sequence.id], error)
@@ -294,19 +342,29 @@ class DecodeWorker(JobActor):
         if not outcome.tokens:
             return
         if not request.first_token:
-            request.first_token = time.monotonic()
-            self.hurry_beat()  # the prompt's blocks are here now
-            self._desk.proven(request)
-            self._wake()
+            self._began(request)
         request.drafted += outcome.drafted
         self.counters["drafted_tokens"] += outcome.drafted
+        self.counters["generated_tokens"] += len(outcome.tokens)
         for position, token in enumerate(outcome.tokens):
             delta = request.completion.push(token)
             request.here += 1
             request.accepted += int(position < outcome.accepted)
             self.counters["accepted_tokens"] += int(position < outcome.accepted)
             request.events.push(token, delta.text, outcome.logprobs[position] if outcome.logprobs else None)
-            if delta.finished is not None:
-                self._desk.finish(request, delta.finished)
+            completes = sequence.complete and position == len(outcome.tokens) - 1
+            if reason := "stop" if completes else delta.finished:
+                self._desk.finish(request, reason)
                 self._wake()
                 return
+
+    def _began(self, request: Request) -> None:
+        """It has its first token here."""
+        request.first_token = time.monotonic()
+        request.trace.first_token()
+        request.fetched_s = request.sequence.fetched_s
+        self.counters["prompt_tokens"] += request.sequence.prompt_len
+        self.counters["cached_tokens"] += request.sequence.cached_tokens or 0
+        self.hurry_beat()  # the prompt's blocks are here now
+        self._desk.proven(request)
+        self._wake()

@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from services.decode.guided import Stepped, sample_within
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Outcome, Sequence, Work
 from shared.engine.base import BadSpans, Sampled, StepEngine
@@ -54,44 +55,60 @@ class Steps:
         """
         started = time.perf_counter()
         try:
-            sampled = await self._step(works)
+            done = await self._step(works)
         except Exception as error:
             self._counters["failed_steps"] += 1
             log.exception("step failed", exc_info=error, requests=[w.sequence.id for w in works])
             return await self._isolate(works, error)
         self._failed_alone = 0
-        if all(len(w.span.token_ids) == 1 + w.drafts for w in works):
+        works = done.works
+        prompts = sum(len(w.span.token_ids) for w in works if len(w.span.token_ids) != 1 + w.drafts)
+        self._counters["prefill_tokens"] += prompts
+        if works and not prompts:
             self._timed(len(works), len(works) + sum(w.drafts for w in works), time.perf_counter() - started)
-        return self._scheduler.complete(works, sampled)
+        return self._complete(works, done.sampled, done.refused)
 
-    async def _step(self, works: list[Work]) -> list[Sampled]:
+    async def _step(self, works: list[Work]) -> Stepped:
         try:
-            sampled: list[Sampled] = await self._in_engine(
-                self._spent.run, self._engine.sample, [w.span for w in works]
-            )
-            return sampled
+            done: Stepped = await self._in_engine(self._spent.run, sample_within, works, self._sample)
+            return done
         finally:
-            self._counters["step_ms"] = self._spent.ms
+            for name, count in self._spent.counts.items():
+                self._counters[name] = count
+
+    def _sample(self, works: list[Work]) -> list[Sampled]:
+        return self._engine.sample([w.span for w in works])
+
+    def _complete(
+        self, works: list[Work], sampled: list[Sampled], refused: list[tuple[Work, TrineError]]
+    ) -> list[Outcome]:
+        outcomes = self._scheduler.complete(works, sampled)
+        self._scheduler.abandon([work for work, _ in refused])
+        for work, error in refused:
+            if work.sequence.phase is Phase.READY:
+                self._fail(work.sequence, error)
+        return outcomes
 
     async def _isolate(self, works: list[Work], first: Exception) -> list[Outcome]:
         good: list[Work] = []
         errors = [first]
         sampled: list[Sampled] = []
+        refused: list[tuple[Work, TrineError]] = []
         # Without their drafts: a token that only a drafter chose may be what the model cannot bear.
         for work in [_undrafted(w) for w in works if len(works) > 1 or w.drafts]:
             try:
-                sampled += await self._step([work])
-                good.append(work)
+                done = await self._step([work])
+                good, sampled, refused = good + done.works, sampled + done.sampled, refused + done.refused
             except Exception as error:
                 errors.append(error)
                 log.error("the request that broke the step", request=work.sequence.id, error=repr(error))
-        if not good and not any(isinstance(error, BadSpans | RequestError) for error in errors):
+        if not good and not refused and not any(isinstance(error, BadSpans | RequestError) for error in errors):
             self._failed_alone += 1
             if len(works) > 1 or self._failed_alone == ALONE_IN_A_ROW:
                 raise first
-        outcomes = self._scheduler.complete(good, sampled)
-        done = {w.sequence for w in good}
-        bad = [w for w in works if w.sequence not in done]
+        outcomes = self._complete(good, sampled, refused)
+        settled = {w.sequence for w in good} | {work.sequence for work, _ in refused}
+        bad = [w for w in works if w.sequence not in settled]
         self._scheduler.abandon(bad)
         for work in bad:
             if work.sequence.phase is Phase.READY:

@@ -8,6 +8,7 @@ from services.drafter.record import Guess
 from services.drafter.sources.base import Wish
 from services.drafter.sources.continuation import Continuation
 from shared.messages import Draft, Drafts
+from shared.tracing import UNTRACED, Span
 
 NOTHING = Continuation()
 
@@ -27,6 +28,7 @@ class Ask:
     wishes: list[Wish] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     open: dict[Wish, tuple[Continuation, int]] = field(default_factory=dict)
+    span: Span = UNTRACED
 
     def answer(
         self, wish: Wish, source: str, tokens: tuple[int, ...], kinds: tuple[int, ...], chances: list[float]

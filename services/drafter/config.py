@@ -19,6 +19,7 @@ class DrafterSettings(Settings):
     the target. When empty that one too, if there is one; if not, with source `model`, the target's own first
     `drafter_layers` layers. See docs/checking-a-drafter.md."""
     drafter_layers: Annotated[int, Field(ge=1)] = 8
+    """Where the target's own first layers draft: how many of them."""
     history_tokens: Annotated[int, Field(ge=0)] = 131_072
     """Tokens of past outputs that `suffix` keeps, over all tenants; about 250 bytes each. 0: none."""
     session_tokens: Annotated[int, Field(ge=1)] = 2_097_152

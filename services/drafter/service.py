@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -24,6 +24,9 @@ from shared.bus.base import Bus, Incoming
 from shared.codec import decode, encode
 from shared.errors import ConfigError, RequestError, TrineError
 from shared.messages import MAX_SESSION_TOKENS, DraftAsk, DraftItem, Load
+from shared.micro import Report
+from shared.telemetry import Spent
+from shared.tracing import Attributes, Kind
 
 MAX_PENDING = 256
 SWEEP_S = 10.0
@@ -67,6 +70,7 @@ class DrafterWorker(Actor):
         self._to_step = anyio.Event()
         self._to_index = anyio.Event()
         self._stepping = False
+        self._spent = Spent()
 
     def vocabulary(self) -> str:
         return self._vocabulary
@@ -74,8 +78,15 @@ class DrafterWorker(Actor):
     def hidden_size(self) -> int:
         return self._model.hidden_size if self._model else 0
 
+    def more_counters(self) -> Mapping[str, int]:
+        return self._spent.counts
+
     def load(self) -> Load:
         return Load(running=int(self._stepping), waiting=len(self._pending))
+
+    def report(self, counters: Mapping[str, int]) -> Report:
+        bad, subject = counters.get("bad_messages", 0), self.subjects.draft(self.worker)
+        return Report("draft", subject, counters.get("asks", 0) + bad, bad, counters.get("step_ms", 0))
 
     async def setup(self) -> None:
         await self.bus.subscribe(self.subjects.draft(self.worker), self._on_ask)
@@ -95,10 +106,14 @@ class DrafterWorker(Actor):
             self.counters["bad_messages"] += 1
             self.log.warning("bad ask", error=error.message, field=error.field)
             return
+        self.counters["asks"] += 1
         now = time.monotonic()
         asker_s = self._askers.asks(asked.worker, now)
         wait_s = asked.wait_ms / 1e3 * (1 - ON_THE_WAY)
         ask = Ask(asked.worker, message.reply, wait_s, now + wait_s)
+        if message.headers:  # most asks are not traced
+            told: Attributes = {"trine.worker": self.worker, "trine.sequences": len(asked.items)}
+            ask.span = self.tracer.begin("draft", Kind.SERVER, message.headers, told)
         self._take_in(asked, ask, now)
         self._answer(ask, asker_s or wait_s)
         self._wake()
@@ -217,6 +232,8 @@ class DrafterWorker(Actor):
 
     async def _send(self, ask: Ask) -> None:
         self._askers.answered(ask.worker, time.monotonic())
+        ask.span.set({"trine.drafted_tokens": sum(len(draft.token_ids) for draft in ask.drafts)})
+        ask.span.end()
         if not ask.reply:
             return
         try:
@@ -248,6 +265,7 @@ class DrafterWorker(Actor):
                 await anyio.lowlevel.checkpoint()
             else:
                 out, seconds = await self.in_engine(model.run, plan)
+            self._spent.add(round(seconds * 1e9))
             model.commit(plan, out, seconds)
         except Exception as error:
             self.counters["draft_errors"] += 1

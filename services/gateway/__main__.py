@@ -10,9 +10,11 @@ from pydantic import ValidationError
 from services.gateway.config import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.gateway.server import GatewayServer
-from shared import telemetry
+from shared import telemetry, tracing
 from shared.errors import ConfigError
 
+TRACES_S = 2.0
+"""How long the last traces may take to be sent."""
 EXIT_CONFIG = 2  # a restart cannot help
 
 
@@ -23,6 +25,7 @@ def main() -> None:
         settings = GatewaySettings()
         telemetry.configure(settings.log_level, settings.log_format, role="gateway")
         gateway = Gateway(settings)
+        tracing.configure(settings, "gateway", gateway.name)
     except ValidationError as error:
         telemetry.configure(role="gateway")
         for wrong in error.errors(include_url=False, include_input=False):
@@ -33,6 +36,7 @@ def main() -> None:
         log.error("cannot start", reason=error.message)
         sys.exit(EXIT_CONFIG)
     GatewayServer(gateway).run()
+    tracing.tracer().close(TRACES_S)
     sys.exit(EXIT_CONFIG if gateway.failure else 0)
 
 

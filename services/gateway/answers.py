@@ -34,6 +34,7 @@ class Answers:
         self._check = check
         self._items: asyncio.Queue[tuple[int, Item | TrineError]] = asyncio.Queue(QUEUED)
         self._tasks: list[asyncio.Task[None]] = []
+        self._error: TrineError | None = None
 
     async def __aenter__(self) -> Answers:
         self._tasks = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(self._streams)]
@@ -46,18 +47,28 @@ class Answers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def next(self, timeout: float) -> tuple[int, Item] | None:
-        """(choice, what came of it); None when nothing did. The first error of any choice is raised."""
+    async def next(self, timeout: float) -> list[tuple[int, Item]]:
+        """(choice, what came of it) of all that has come; waits for something, and is empty when nothing came.
+
+        The first error of any choice is raised, after what came before it.
+        """
         self._check(False)
-        found = await self._wait(timeout) if self._items.empty() else self._items.get_nowait()
-        if found is None:
-            return None
-        choice, item = found
-        if isinstance(item, TrineError):
-            raise item
-        return choice, item
+        found: list[tuple[int, Item]] = []
+        came = await self._wait(timeout) if self._error is None else None
+        while came is not None:
+            choice, item = came
+            if isinstance(item, TrineError):
+                self._error = item
+                break
+            found.append((choice, item))
+            came = None if self._items.empty() else self._items.get_nowait()
+        if self._error is not None and not found:
+            raise self._error
+        return found
 
     async def _wait(self, timeout: float) -> tuple[int, Item | TrineError] | None:
+        if not self._items.empty():
+            return self._items.get_nowait()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while (left := deadline - loop.time()) > 0:

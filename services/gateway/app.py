@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import structlog
@@ -16,8 +17,10 @@ from starlette.requests import Request
 from services.gateway import body, sse
 from services.gateway.gateway import Gateway
 from services.gateway.keys import Caller
+from services.gateway.openapi import document
 from services.gateway.problems import Problem, problem_of
-from services.gateway.requests import Call, ChatBody, Choice, Kind, TextBody, chat_call, text_call
+from services.gateway.requests import Call, Choice, Kind, chat_call, text_call
+from services.gateway.views import add_views
 from shared.errors import InvalidField, TrineError
 
 SMALL = 1 << 16
@@ -37,26 +40,24 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(TrineError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_bug)
-    _add_answers(app, gateway, Kind.CHAT, "/v1/chat/completions", ChatBody)
-    _add_answers(app, gateway, Kind.TEXT, "/v1/completions", TextBody)
+    _add_answers(app, gateway, Kind.CHAT, "/v1/chat/completions")
+    _add_answers(app, gateway, Kind.TEXT, "/v1/completions")
     _add_models(app, gateway)
     _add_operations(app, gateway)
+    add_views(app, gateway)
+    app.openapi = partial(document, app)  # type: ignore[method-assign]
     return app
 
 
-def _add_answers(
-    app: FastAPI, gateway: Gateway, kind: Kind, path: str, schema: type[ChatBody] | type[TextBody]
-) -> None:
-    content = {"application/json": {"schema": schema.model_json_schema()}}
-
-    @app.post(path, openapi_extra={"requestBody": {"required": True, "content": content}}, response_model=None)
+def _add_answers(app: FastAPI, gateway: Gateway, kind: Kind, path: str) -> None:
+    @app.post(path, response_model=None)
     async def ask(request: Request) -> Response:
         """A `Last-Event-ID` header goes on with an answer that was asked for with the same body."""
         with _counted(gateway):
             caller = _caller(gateway, request)
             call = await _call(gateway, kind, request)
             if (last := request.headers.get(sse.HEADER)) is None:
-                return await gateway.answer(call, caller)
+                return await gateway.answer(call, caller, request.headers)
             base, positions = _resumed(last, kind)
             if len(positions) != len(call.choices) or not call.stream:
                 raise InvalidField("Last-Event-ID: it is of a request with another body", field="last_event_id")

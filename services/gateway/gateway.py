@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import structlog
 
@@ -18,18 +19,25 @@ from services.gateway.fleet import Fleet
 from services.gateway.keys import Caller, KeyTable
 from services.gateway.limits import Admission
 from services.gateway.metrics import Metrics
+from services.gateway.overview import overview
 from services.gateway.problems import Problem
+from services.gateway.recent import Answer, Recent
 from services.gateway.reply import Reply
 from services.gateway.requests import Call
 from services.gateway.shapes import Shape
 from services.gateway.sse import Position
 from services.gateway.token_texts import TokenTexts
+from services.gateway.traces import traced
 from shared.bus.base import Bus, Incoming
 from shared.bus.login import NOBODY, Login
 from shared.bus.nats import NatsBus
+from shared.config import worker_name
 from shared.errors import BusError, ConfigError, InvalidField
+from shared.micro import Micro, Report
 from shared.subjects import ALL_BEATS
+from shared.tracing import UNTRACED, Span
 from trine.client import Client
+from trine.completion import Completion
 from trine.stream import Stream
 
 RETRY_S = 0.5
@@ -46,7 +54,9 @@ class Gateway:
         self.settings = settings
         self.keys = KeyTable.parse(_entries(settings))
         self.fleet = Fleet(settings.peer_timeout_s)
-        self.metrics = Metrics(self.fleet)
+        self._recent = Recent()
+        self.name = worker_name(settings, "gateway")
+        self.metrics = Metrics(self.fleet, self.name, lambda: self._bus.counters if self._bus else {})
         self.admission = Admission(settings.key_concurrency, settings.key_rate, settings.key_burst)
         self.metrics.inflight.set_function(lambda: self.admission.running)
         self.draining = False
@@ -92,11 +102,11 @@ class Gateway:
     async def _connect(self) -> None:
         try:
             if self._bus is None:
-                name = self.settings.worker or "trine-gateway"
-                self._bus = await NatsBus.connect(self.settings.nats_url, name=name, login=self._login)
+                self._bus = await NatsBus.connect(self.settings.nats_url, name=self.name, login=self._login)
             while True:
                 with contextlib.suppress(BusError):
                     await self._bus.subscribe(ALL_BEATS, self._on_beat)
+                    await Micro(self._bus, "gateway", self.name, self._report).start()
                     break
                 await asyncio.sleep(RETRY_S)
         except ConfigError as error:
@@ -110,6 +120,11 @@ class Gateway:
         self.fleet.hear(message, time.monotonic())
 
     # State
+
+    def _report(self) -> Report:
+        requests, errors = self.metrics.outcomes()
+        told = {"worker": self.name, "state": self.trouble() or "serving", "models": ", ".join(self.models())}
+        return Report("http", "/v1", requests, errors, 0, told, {"inflight": self.admission.running})
 
     def trouble(self) -> str | None:
         """Why a request would be refused now; None when it would not."""
@@ -127,20 +142,27 @@ class Gateway:
             return {}
         return {model: self._clock + since for model, since in self.fleet.served(time.monotonic()).items()}
 
+    def overview(self, caller: Caller) -> dict[str, Any]:
+        """The fleet as it is heard, and the caller's own last answers."""
+        roster, now = self.fleet.roster, time.monotonic()
+        return overview(roster, self._recent, caller.tenant, self.trouble(), now, now + self._clock)
+
     # Requests
 
-    async def answer(self, call: Call, caller: Caller) -> Reply:
-        """Raises a Problem, or what `Client.stream` raises, for what is not sent."""
+    async def answer(self, call: Call, caller: Caller, headers: Mapping[str, str]) -> Reply:
+        """`headers` of the HTTP request. Raises a Problem, or what `Client.stream` raises, for what is not sent."""
         self._require(call.model)
         base = f"{call.kind.value}-{uuid.uuid4().hex}"
         client = await self._client(caller.tenant)
         ids = sse.request_ids(base, len(call.choices))
-        deadline_ms = int(self.settings.request_s * 1e3)
-        streams = [
-            client.stream(**choice.fields, id=request_id, model=call.model, deadline_ms=deadline_ms)
-            for choice, request_id in zip(call.choices, ids, strict=True)
-        ]
-        return self._reply(call, base, streams, [Position() for _ in streams], caller)
+        more: dict[str, Any] = {"model": call.model, "deadline_ms": int(self.settings.request_s * 1e3)}
+        with traced(call, base, headers) as span:
+            more |= span.headers
+            streams = [
+                client.stream(**choice.fields, id=request_id, **more)
+                for choice, request_id in zip(call.choices, ids, strict=True)
+            ]
+            return self._reply(call, base, streams, [Position() for _ in streams], caller, span)
 
     async def resume(self, call: Call, caller: Caller, base: str, positions: list[Position]) -> Reply:
         """The rest of the answer `base`, from where the client has it. Raises a Problem, or InvalidField."""
@@ -151,8 +173,8 @@ class Gateway:
         streams: list[Stream] = [
             client.resume(
                 request_id,
-                position.tokens,
-                from_text=position.characters,
+                0 if call.tools else position.tokens,
+                from_text=0 if call.tools else position.characters,  # calls are found in all of the text
                 model=call.model,
                 timeout=self.settings.request_s,
             )
@@ -160,18 +182,31 @@ class Gateway:
         ]
         return self._reply(call, base, streams, positions, caller)
 
-    def _reply(self, call: Call, base: str, streams: list[Stream], positions: list[Position], caller: Caller) -> Reply:
+    def _reply(
+        self,
+        call: Call,
+        base: str,
+        streams: list[Stream],
+        positions: list[Position],
+        caller: Caller,
+        span: Span = UNTRACED,
+    ) -> Reply:
         texts = self._texts if call.model == self.settings.served_name else TokenTexts()
         return Reply(
             call,
-            Shape(call.kind, base, int(time.time()), call.model, texts, call.include_usage),
+            Shape(call.kind, base, int(time.time()), call.model, texts, call.include_usage, call.tools),
             streams,
             positions,
             metrics=self.metrics,
             keepalive_s=self.settings.keepalive_s,
             check=self._checks(call.model),
             ended=self.admission.enter(caller.key, len(streams), time.monotonic()),
+            completed=partial(self._completed, caller.tenant),
+            span=span,
         )
+
+    def _completed(self, tenant: str, completion: Completion) -> None:
+        self._recent.add(tenant, Answer.of(completion, time.time()))
 
     def _require(self, model: str) -> None:
         if self.draining:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
 from services.gateway.fleet import Fleet
+from services.gateway.fleet_metrics import FleetCollector
 from shared.messages import Usage
 
 _FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -19,9 +17,12 @@ _WHOLE = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 30
 
 
 class Metrics:
-    """`outcome` is `ok`, `cancelled` (the client left), or the code of the error that the client was told."""
+    """`outcome` is `ok`, `cancelled` (the client left), or the code of the error that the client was told.
 
-    def __init__(self, fleet: Fleet) -> None:
+    `name` is the gateway's, `own` are counters of its connection to NATS.
+    """
+
+    def __init__(self, fleet: Fleet, name: str, own: Callable[[], Mapping[str, int]]) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter("trine_requests", "HTTP requests for answers", ["model", "outcome"], registry=registry)
@@ -50,8 +51,13 @@ class Metrics:
             "trine_drafted_tokens", "Tokens that were guessed for them", ["model"], registry=registry
         )
         self._accepted = Counter("trine_accepted_tokens", "Guesses that were right", ["model"], registry=registry)
-        self.registry.register(_FleetCollector(fleet))
+        self.registry.register(FleetCollector(fleet, name, own))
         ProcessCollector(registry=self.registry)
+
+    def outcomes(self) -> tuple[int, int]:
+        """Requests so far, and how many of them ended with an error or a client that left."""
+        found = [s for metric in self.requests.collect() for s in metric.samples if s.name.endswith("_total")]
+        return int(sum(s.value for s in found)), int(sum(s.value for s in found if s.labels["outcome"] != "ok"))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -70,27 +76,3 @@ class Metrics:
         self._generated.labels(model).inc(usage.completion_tokens)
         self._drafted.labels(model).inc(usage.drafted_tokens)
         self._accepted.labels(model).inc(usage.accepted_tokens)
-
-
-class _FleetCollector(Collector):
-    """What workers say of themselves, as of the scrape."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    def collect(self) -> Iterable[Metric]:
-        labels = ["model", "role", "worker"]
-        up = GaugeMetricFamily("trine_worker_up", "1 for each worker that is heard; 0: it takes no work", labels=labels)
-        running = GaugeMetricFamily("trine_worker_running", "Requests or jobs it is at work on", labels=labels)
-        waiting = GaugeMetricFamily("trine_worker_waiting", "Those it has taken that wait", labels=labels)
-        free = GaugeMetricFamily("trine_worker_free_blocks", "Free KV blocks in its pool", labels=labels)
-        events = CounterMetricFamily("trine_worker_events", "Its own counts", labels=[*labels, "event"])
-        for model, beat in self._fleet.workers(time.monotonic()):
-            names = [model, beat.role, beat.worker]
-            up.add_metric(names, float(not beat.draining))
-            running.add_metric(names, beat.load.running)
-            waiting.add_metric(names, beat.load.waiting)
-            free.add_metric(names, beat.load.free_blocks)
-            for event, count in beat.counters.items():
-                events.add_metric([*names, event], count)
-        return [up, running, waiting, free, events]

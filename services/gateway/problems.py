@@ -70,16 +70,19 @@ class Problem(Exception):
         return {**retry, **more.get(self.status, {})}
 
 
-def problem_of(error: TrineError) -> Problem:
-    """What an error of ours is over HTTP."""
+def problem_of(error: TrineError, form: str = "guided") -> Problem:
+    """What an error of ours is over HTTP. `form`: the field that asked for the answer's form."""
     if isinstance(error, InvalidField) and error.field == "tenant":
         # Not the asker's doing: keys of tenants are of no use on a NATS server that lets everybody in.
         return Problem(500, f"the gateway is not set up for tenants: {error.message}", "tenants_unavailable")
     for kind, status, code in _CODES:
         if isinstance(error, kind):
-            told = error.retry_after_s if isinstance(error, Overloaded) else None
-            retry = math.ceil(told or RETRY_S) if status == 503 else None
-            return Problem(status, error.message, code or error.code, param=_param(error), retry_after=retry)
+            wait = error.retry_after_s if isinstance(error, Overloaded) else None
+            retry = math.ceil(wait or RETRY_S) if status == 503 else None
+            param, told = _param(error), error.message
+            if param is not None and param.split(".")[0] == "guided":
+                param, told = form, f"{form}: {told.removeprefix(f'{param}: ')}"
+            return Problem(status, told, code or error.code, param=param, retry_after=retry)
     return Problem(500, error.message, error.code)
 
 

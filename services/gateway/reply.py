@@ -16,9 +16,11 @@ from services.gateway.answers import Answers
 from services.gateway.metrics import Metrics
 from services.gateway.problems import Problem, problem_of
 from services.gateway.requests import Call
-from services.gateway.shapes import Shape, usage_of
+from services.gateway.shapes import Shape, end_reason, usage_of
 from services.gateway.sse import Position
+from services.gateway.tool_stream import ToolStream
 from shared.errors import TrineError
+from shared.tracing import Span
 from trine.completion import Completion
 from trine.merge import Delta
 from trine.stream import Stream
@@ -49,15 +51,20 @@ class Reply(Response):
         keepalive_s: float,
         check: Callable[[bool], None],
         ended: Callable[[], None],
+        completed: Callable[[Completion], None],
+        span: Span,
     ) -> None:
         super().__init__()
         self._call = call
         self._shape = shape
         self._answers = Answers(streams, check)
         self._positions = positions
+        self._tools = shape.tool_streams(positions)
         self._metrics = metrics
         self._keepalive_s = keepalive_s
         self._ended = ended
+        self._completed = completed
+        self._span = span
         self._began = time.monotonic()
         self._last = [0.0] * len(positions)
         self._greeted = [position.tokens + position.characters > 0 for position in positions]
@@ -78,6 +85,7 @@ class Reply(Response):
                 await asyncio.wait({work, gone})
             self._ended()
             self._metrics.requests.labels(self._shape.model, self._outcome).inc()
+            self._span.end("" if self._outcome == "ok" else self._outcome)
         if not work.cancelled() and (error := work.exception()) is not None:
             raise error
 
@@ -87,7 +95,7 @@ class Reply(Response):
                 await (self._stream(send) if self._call.stream else self._whole(scope, receive, send))
             self._outcome = "ok"
         except (Problem, TrineError) as error:
-            problem = error if isinstance(error, Problem) else problem_of(error)
+            problem = error if isinstance(error, Problem) else problem_of(error, self._call.form)
             self._outcome = problem.code or "internal"
             log.info("request failed", request=self._shape.id, code=problem.code, error=problem.message)
             await self._fail(problem, scope, receive, send)
@@ -100,7 +108,7 @@ class Reply(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         while len(self._completions) < len(self._positions):
-            if (found := await self._answers.next(self._keepalive_s)) is not None:
+            for found in await self._answers.next(self._keepalive_s):
                 self._take(*found)
         body = self._shape.whole([self._completions[i] for i in range(len(self._positions))], self._usage())
         await JSONResponse(body, headers={"x-request-id": self._shape.id})(scope, receive, send)
@@ -108,7 +116,7 @@ class Reply(Response):
     async def _stream(self, send: Send) -> None:
         while len(self._completions) < len(self._positions):
             found = await self._answers.next(self._keepalive_s)
-            frames = [sse.COMMENT] if found is None else self._frames(*found)
+            frames = [frame for each in found for frame in self._frames(*each)] if found else [sse.COMMENT]
             if frames:
                 await self._send(send, b"".join(frames))
         last = [sse.event(self._shape.usage(self._usage()), self._event_id())] if self._call.include_usage else []
@@ -130,6 +138,8 @@ class Reply(Response):
                 frames.append(sse.event(begin))
         position = self._positions[choice]
         self._take(choice, item)
+        if self._tools:
+            return frames + self._tool_frames(choice, self._tools[choice], item)
         if isinstance(item, Completion):
             frames.append(sse.event(self._shape.end(choice, item.finish_reason), self._event_id()))
             return frames
@@ -140,6 +150,22 @@ class Reply(Response):
             frames.append(sse.event(self._shape.delta(choice, item, offset), self._event_id()))
         return frames
 
+    def _tool_frames(self, choice: int, tools: ToolStream, item: Delta | Completion) -> list[bytes]:
+        """Events of a message that may call tools. The last of those that one piece brings has the id."""
+        if isinstance(item, Completion):
+            chunks = [self._shape.part(choice, delta) for delta in tools.end()]
+            chunks.append(self._shape.end(choice, end_reason(item.finish_reason, tools.called)))
+        else:
+            new, deltas = tools.take(item)
+            if new.logprobs and not deltas:
+                deltas = [{}]
+            last = len(deltas) - 1
+            chunks = [self._shape.part(choice, delta, new if i == last else None) for i, delta in enumerate(deltas)]
+            position = self._positions[choice]
+            position.tokens = max(position.tokens, item.index + len(item.token_ids))
+            position.characters += len(new.text)
+        return [sse.event(chunk, self._event_id() if chunk is chunks[-1] else "") for chunk in chunks]
+
     def _take(self, choice: int, item: Delta | Completion) -> None:
         """Raises a Problem for an answer that somebody cancelled."""
         now = time.monotonic()
@@ -147,6 +173,7 @@ class Reply(Response):
             if item.finish_reason == "cancelled":
                 raise Problem(499, "the request was cancelled", "cancelled")
             self._completions[choice] = item
+            self._completed(item)
             self._metrics.complete(self._shape.model, item.usage, now - self._began)
             return
         if self._last[choice]:

@@ -10,11 +10,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from services.gateway import messages
+from services.gateway import guided, messages
 from services.gateway.fields import refuse_unsupported
+from services.gateway.guided import Form, form_of
+from services.gateway.tools import CHOICE_SCHEMA, Toolbox, toolbox
+from services.gateway.tools import SCHEMA as TOOLS_SCHEMA
 from shared.codec import reason
 from shared.errors import EmptyPrompt, InvalidField
-from shared.messages import Salt
+from shared.messages import DEFAULT_MAX_TOKENS, MAX_STOP_CHARS, MAX_STOPS, Salt
 from shared.sampling.fields import MAX_TOP_LOGPROBS, LogitBias, Penalty
 
 MAX_INT = 2**31 - 1
@@ -27,10 +30,20 @@ _OPTIONS: dict[str, Any] = {
     "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}},
     "additionalProperties": False,
 }
+_STOP: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+        {
+            "type": "array",
+            "maxItems": MAX_STOPS,
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+        },
+    ]
+}
 _PROMPT: dict[str, Any] = {
     "anyOf": [
-        {"type": "string"},
-        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
         _IDS,
         {"type": "array", "minItems": 1, "items": _IDS},
     ]
@@ -59,6 +72,10 @@ class Call:
     choices: tuple[Choice, ...]
     stream: bool = False
     include_usage: bool = False
+    tools: tuple[str, ...] = ()
+    """Names of the tools that may be called: calls are looked for in the text."""
+    form: str = "guided"
+    """The field that asked for the answer's form."""
 
 
 class Body(BaseModel):
@@ -77,7 +94,7 @@ class Body(BaseModel):
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT, description="-1 and 0: all.")] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, WithJsonSchema(_STOP)] = None
     logit_bias: LogitBias | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -85,10 +102,20 @@ class Body(BaseModel):
     cache_salt: Salt | None = None
     priority: Literal["high", "normal", "low"] | Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] = "normal"
     """A number as in vLLM: below 0 is high, above 0 low."""
+    ignore_eos: bool = False
+    response_format: Annotated[Any, WithJsonSchema(guided.FORMAT)] = None
+    structured_outputs: Annotated[Any, WithJsonSchema(guided.STRUCTURED)] = None
+    guided_json: Annotated[Any, WithJsonSchema(guided.SCHEMAS["guided_json"])] = None
+    guided_regex: Annotated[Any, WithJsonSchema(guided.SCHEMAS["guided_regex"])] = None
+    guided_choice: Annotated[Any, WithJsonSchema(guided.SCHEMAS["guided_choice"])] = None
+    guided_grammar: Annotated[Any, WithJsonSchema(guided.SCHEMAS["guided_grammar"])] = None
 
 
 class ChatBody(Body):
     messages: Annotated[Any, WithJsonSchema(messages.SCHEMA)]
+    tools: Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool = True
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -125,7 +152,8 @@ def chat_call(given: Mapping[str, Any], *, max_messages: int, max_choices: int) 
         raise InvalidField("top_logprobs: needs logprobs: true", field="top_logprobs")
     prompt = {"messages": messages.chat_messages(body.messages, max_messages)}
     logprobs = {"logprobs": True, "top_logprobs": body.top_logprobs or 0} if body.logprobs else {}
-    return _call(Kind.CHAT, body, [prompt], {"max_tokens": limit, **logprobs}, max_choices)
+    tools = toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
+    return _call(Kind.CHAT, body, [prompt], {"max_tokens": limit, **logprobs}, max_choices, tools)
 
 
 def text_call(given: Mapping[str, Any], *, max_choices: int) -> Call:
@@ -156,7 +184,14 @@ def _parsed(kind: type[B], given: Mapping[str, Any]) -> B:
     return body
 
 
-def _call(kind: Kind, body: Body, prompts: list[dict[str, Any]], more: Mapping[str, Any], max_choices: int) -> Call:
+def _call(
+    kind: Kind,
+    body: Body,
+    prompts: list[dict[str, Any]],
+    more: Mapping[str, Any],
+    max_choices: int,
+    tools: Toolbox | None = None,
+) -> Call:
     if len(prompts) * body.n > max_choices:
         field = "n" if len(prompts) == 1 else "prompt"
         raise InvalidField(f"{field}: at most {max_choices} answers to one request", field=field)
@@ -164,17 +199,58 @@ def _call(kind: Kind, body: Body, prompts: list[dict[str, Any]], more: Mapping[s
     common |= {name: value for name, value in more.items() if value is not None}
     if body.top_k is not None:
         common["top_k"] = max(body.top_k, 0)
-    if body.stop:
-        common["stop"] = body.stop
-    elif body.stop == "":
-        raise InvalidField("stop: a stop string has at least 1 character", field="stop")
+    if stops := _stops(body, tools):
+        common["stop"] = stops
+    if body.ignore_eos:
+        common["min_tokens"] = _no_end(body, common)
+    if form := _form(body, tools):
+        common["guided"] = form.guided
+    if tools:
+        common["tools"] = list(tools.tools)
     common["priority"] = _priority(body.priority)
     choices = [
         Choice(number, {**prompt, **common, **_seeded(body.seed, choice)})
         for number, prompt in enumerate(prompts)
         for choice in range(body.n)
     ]
-    return Call(kind, body.model, tuple(choices), body.stream, _include_usage(body))
+    return Call(
+        kind,
+        body.model,
+        tuple(choices),
+        body.stream,
+        _include_usage(body),
+        tools.names if tools else (),
+        form.field if form else "guided",
+    )
+
+
+def _stops(body: Body, tools: Toolbox | None) -> list[str]:
+    """Bounds are the worker's, but for those of the tools' own."""
+    if body.stop == "":
+        raise InvalidField("stop: a stop string has at least 1 character", field="stop")
+    given = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    more = [stop for stop in (tools.stops if tools else ()) if stop not in given]
+    if more and len(given) + len(more) > MAX_STOPS:
+        told = f"stop: at most {MAX_STOPS - len(more)} where parallel_tool_calls is false"
+        raise InvalidField(told, field="stop")
+    return [*given, *more]
+
+
+def _no_end(body: Body, common: Mapping[str, Any]) -> int:
+    """`min_tokens` by which the model does not end the answer: no token of it is EOS."""
+    if body.stop:
+        raise InvalidField("ignore_eos: not together with stop", field="ignore_eos")
+    return int(common.get("max_tokens", DEFAULT_MAX_TOKENS))
+
+
+def _form(body: Body, tools: Toolbox | None) -> Form | None:
+    form = form_of({name: getattr(body, name) for name in guided.SCHEMAS})
+    if form is not None and body.ignore_eos:
+        raise InvalidField("ignore_eos: an answer of a given form ends by itself", field="ignore_eos")
+    if form is None or tools is None:
+        return form or (tools.form if tools else None)
+    told = f"{form.field}: not together with tools, unless tool_choice is none"
+    raise InvalidField(told, field=form.field)
 
 
 def _seeded(seed: int | None, choice: int) -> dict[str, int]:

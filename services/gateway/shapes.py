@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.requests import Kind
+from services.gateway.sse import Position
 from services.gateway.token_texts import TokenTexts
+from services.gateway.tool_stream import ToolStream, message_of
 from shared.messages import Usage
 from shared.sampling.fields import Logprob
 from trine.completion import Completion
@@ -20,7 +22,9 @@ from trine.merge import Delta
 
 @dataclass(slots=True)
 class Shape:
-    """Of one HTTP answer. `include_usage`: chunks say that their usage is null, as OpenAI's do."""
+    """Of one HTTP answer. `include_usage`: chunks say that their usage is null, as OpenAI's do. `tools`: names of those
+    that may be called.
+    """
 
     kind: Kind
     id: str
@@ -28,12 +32,23 @@ class Shape:
     model: str
     texts: TokenTexts
     include_usage: bool = False
+    tools: tuple[str, ...] = ()
 
     def begin(self, choice: int) -> dict[str, Any] | None:
         """The chunk before the first of a choice's text, where there is one."""
         if self.kind is Kind.TEXT:
             return None
-        return self._chunk([{"index": choice, "delta": {"role": "assistant", "content": ""}, **_OPEN}])
+        content = None if self.tools else ""
+        return self._chunk([{"index": choice, "delta": {"role": "assistant", "content": content}, **_OPEN}])
+
+    def tool_streams(self, positions: Sequence[Position]) -> list[ToolStream]:
+        """One for each choice, or none where nothing may be called."""
+        return [ToolStream(self.tools, self._choice_id(i), have) for i, have in enumerate(positions) if self.tools]
+
+    def part(self, choice: int, delta: dict[str, Any], new: Delta | None = None) -> dict[str, Any]:
+        """Of a message that may call tools; `new` has the log-probabilities that go with it."""
+        logprobs = self._logprobs(new.token_ids, new.logprobs, 0) if new else None
+        return self._chunk([{"index": choice, "delta": delta, **_OPEN, "logprobs": logprobs}])
 
     def delta(self, choice: int, delta: Delta, offset: int) -> dict[str, Any]:
         """`offset`: characters of the answer before it."""
@@ -57,10 +72,17 @@ class Shape:
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         logprobs = self._logprobs(completion.token_ids, completion.logprobs, 0)
-        text: dict[str, Any] = {"text": completion.text}
-        if self.kind is Kind.CHAT:
-            text = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-        return {"index": index, **text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        if self.kind is Kind.TEXT:
+            text: dict[str, Any] = {"text": completion.text}
+            return {"index": index, **text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if self.tools:
+            message = message_of(completion.text, self.tools, self._choice_id(index))
+        reason = end_reason(completion.finish_reason, "tool_calls" in message)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _choice_id(self, choice: int) -> str:
+        return f"{self.id}/{choice}"
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
@@ -113,6 +135,11 @@ class Shape:
 
 
 _OPEN = {"logprobs": None, "finish_reason": None}
+
+
+def end_reason(reason: str, called: bool) -> str:
+    """`called`: the message calls tools."""
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def usage_of(usages: Sequence[Usage], prompts: Sequence[int]) -> dict[str, Any]:

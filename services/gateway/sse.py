@@ -18,6 +18,7 @@ from shared.errors import InvalidField
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": the answer has not gone on yet\n\n"
 HEADER = "last-event-id"
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _ID = re.compile(r"((?:chatcmpl|cmpl)-[0-9a-f]{32}):(\d{1,9}\.\d{1,9}(?:,\d{1,9}\.\d{1,9}){0,127})", re.ASCII)
 
 
@@ -35,7 +36,7 @@ class Position:
 def event(data: Mapping[str, Any], event_id: str = "") -> bytes:
     """JSON escapes line ends, so the data is always one line."""
     head = f"id: {event_id}\n" if event_id else ""
-    return f"{head}data: {json.dumps(data, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+    return f"{head}data: {_JSON.encode(data)}\n\n".encode()
 
 
 def event_id(request_id: str, positions: Sequence[Position]) -> str:

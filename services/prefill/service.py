@@ -24,8 +24,10 @@ from shared.engine.base import StepEngine
 from shared.errors import InvalidField, RequestError
 from shared.job_actor import JobActor
 from shared.messages import Identity, Load, PrefillJob
+from shared.micro import Report
 from shared.streams import claim_stream, prefill_consumer, prefill_stream
 from shared.telemetry import Spent
+from shared.tracing import UNTRACED, Attributes, Kind, Span
 
 PULL_S = 5.0
 MAX_DELIVERIES = 2
@@ -43,6 +45,9 @@ class _Running:
     cached: int = 0
     """Blocks that did not have to be computed."""
     flight: Flight | None = None
+    span: Span = UNTRACED
+    """Of the whole job; `part` is what it is at."""
+    part: Span = UNTRACED
     waits: bool = False
     """For blocks that others compute, and holds nothing here meanwhile."""
 
@@ -95,10 +100,23 @@ class PrefillWorker(JobActor):
         return self._info.vocabulary
 
     def more_counters(self) -> Mapping[str, int]:
-        return {**self._cache.counters, "step_ms": self._spent.ms}
+        return {**self._cache.counters, **self._spent.counts}
 
     def load(self) -> Load:
-        return Load(running=len(self._running), free_blocks=self._allocator.available)
+        return Load(
+            running=len(self._running),
+            free_blocks=self._allocator.available,
+            blocks=self._allocator.num_blocks,
+            cached_blocks=self._allocator.cached,
+            host_bytes=self._cache.host_bytes,
+            stream_bytes=self._cache.stream_bytes,
+            queued=self.queued,
+        )
+
+    def report(self, counters: Mapping[str, int]) -> Report:
+        refused = counters.get("jobs_refused", 0)
+        done, step_ms = counters.get("jobs_done", 0), counters.get("step_ms", 0)
+        return Report("prefill", self.subjects.prefills, done + refused, refused, step_ms)
 
     async def setup(self) -> None:
         await self._cache.start()
@@ -165,7 +183,19 @@ class PrefillWorker(JobActor):
             await settle(job.term())
             return
         self._running[job.seq] = running
+        self._trace(running)
         self.spawn(self._prepare, running)
+
+    def _trace(self, running: _Running) -> None:
+        told: Attributes = {
+            "messaging.system": "nats",
+            "trine.worker": self.worker,
+            "trine.tokens": len(running.task.tokens),
+            "trine.queue_ms": running.job.age * 1e3,
+        }
+        name = f"prefill {self.subjects.model}"
+        running.span = self.tracer.begin(name, Kind.CONSUMER, running.job.headers, told)
+        running.part = running.span.child("load")
 
     def _parse(self, job: Job) -> _Running:
         message = decode(job.data, PrefillJob)
@@ -199,11 +229,15 @@ class PrefillWorker(JobActor):
         if task.remaining and not task.ended and not asked:
             running.flight = await self._loader.lead(task)
         running.cached = task.have
+        running.part.end()
+        running.span.set({"trine.cached_blocks": running.cached})
+        self.counters["cached_tokens"] += task.have * self._info.block_size
         if task.ended:
             self._land(running)
             return
         for index in range(task.have):  # perhaps evicted from the shared cache, or in one of its tiers only
             self._cache.offer(task.meta(index))
+        running.part = running.span.child("compute")
         self._scheduler.start(task)
         self._notify()
 
@@ -226,6 +260,8 @@ class PrefillWorker(JobActor):
         if running.task.ended:  # cancelled or handed back meanwhile, which has settled the job already
             return
         await settle(running.job.ack())
+        for span in (running.part, running.span):
+            span.end()
         self._forget(running)
         self.counters["jobs_done"] += 1
         self.log.info(
@@ -242,6 +278,8 @@ class PrefillWorker(JobActor):
             running.flight = None
 
     def _forget(self, running: _Running) -> None:
+        for span in (running.part, running.span):
+            span.end("unfinished")  # if it has not ended
         self._scheduler.end(running.task)
         self._land(running)
         if self._running.get(running.job.seq) is running:
@@ -286,6 +324,7 @@ class PrefillWorker(JobActor):
                 self._forget(running)
                 await settle(running.job.nak())
             return
+        self.counters["prefill_tokens"] += sum(len(w.span.token_ids) for w in works)
         for task, filled in self._scheduler.complete(works):
             self.counters["computed_blocks"] += len(filled)
             for index in filled:

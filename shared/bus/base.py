@@ -153,7 +153,9 @@ class Bus(Protocol):
         """
         ...
 
-    async def request(self, subject: str, data: bytes, timeout: float) -> Incoming: ...
+    async def request(
+        self, subject: str, data: bytes, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> Incoming: ...
 
     async def subscribe(self, subject: str, handler: Handler, queue: str = "") -> Subscription:
         """Callback subscription; survives reconnects. Its messages are handled in order, one at a time.
@@ -170,6 +172,10 @@ class Bus(Protocol):
     async def ensure_consumer(self, spec: ConsumerSpec) -> None: ...
 
     async def stream_state(self, stream: str) -> StreamState: ...
+
+    async def waiting(self, stream: str, consumer: str) -> int:
+        """Messages of a work queue that this consumer has not delivered yet. Raises StreamMissing."""
+        ...
 
     async def subject_counts(self, stream: str, subject: str) -> dict[str, int]:
         """How many messages the stream has on each subject that matches `subject`, which may have wildcards.

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from shared.bus import bulk_wire
 from shared.bus.bulk_socket import BulkSocket
 from shared.bus.bulk_wire import Delivery, Info, Server
+from shared.bus.nkey import Signer
 from shared.bus.wire import new_inbox
 from shared.errors import BusDisconnected, BusError, ConfigError, FrameError, PermissionDenied
 
@@ -72,7 +73,8 @@ def _ignore(_: Message) -> None:
 
 class BulkLink:
     """`servers` are tried in turn; the one that worked stays. With `tls`, credentials never go out in the clear.
-    `inbox`: where answers come, below it; when empty, in the inbox of the user.
+    `inbox`: where answers come, below it; when empty, in the inbox of the user. `signer` logs in where the servers'
+    addresses name nobody.
 
     All but `close` is for one thread at a time, inside `operation`. Errors: BusDisconnected (lost, not there, out of
     time: whether what was sent arrived is unknown), BusError (what the server says is not NATS's protocol, or it
@@ -81,11 +83,17 @@ class BulkLink:
     """
 
     def __init__(
-        self, servers: Sequence[Server], name: str, tls: ssl.SSLContext | None = None, inbox: str = ""
+        self,
+        servers: Sequence[Server],
+        name: str,
+        tls: ssl.SSLContext | None = None,
+        inbox: str = "",
+        signer: Signer | None = None,
     ) -> None:
         self._servers = deque(servers)
         self._name = name
         self._tls = tls
+        self._signer = signer
         self._socket: BulkSocket | None = None
         self._info = Info(0, False, False)
         self._deadline = 0.0
@@ -238,9 +246,15 @@ class BulkLink:
                     raise BusError(f"NATS at {server.label} does not offer TLS")
                 connection.encrypt(self._tls or ssl.create_default_context(), server.host)
             subscribe = f"SUB {self.inbox}.* 1\r\nPING\r\n".encode()
-            connection.send([bulk_wire.connect_command(server, self._name), subscribe])
+            connection.send([bulk_wire.connect_command(server, self._name, self._signed()), subscribe])
             self._await_pong(connection)
             connection.deadline = self._deadline
+
+    def _signed(self) -> dict[str, str]:
+        try:
+            return self._signer.answer(self._info.nonce) if self._signer and self._info.nonce else {}
+        except ValueError as error:
+            raise BusError(f"cannot log in by a key: {error}") from None
 
     def _alive(self, connection: BulkSocket) -> bool:
         """Hear what the server said while nobody listened. It ends a connection whose client leaves its PINGs

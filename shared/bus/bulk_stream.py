@@ -39,7 +39,9 @@ class StreamLink:
 
     def __init__(self, url: str, name: str, *, login: Login = NOBODY, max_pending: int = DEFAULT_MAX_PENDING) -> None:
         login = login.at(url)
-        self._link = BulkLink(parse_servers(url, login.user, login.password), name, login.tls, login.inbox)
+        self._link = BulkLink(
+            parse_servers(url, login.user, login.password), name, login.tls, login.inbox, login.signer
+        )
         # Never used twice: an answer that comes late, after its operation timed out, is nobody's.
         self._tokens = map(str, itertools.count(1))
         # Beyond max_pending the server drops messages and still reports a complete batch. One may come on top.

@@ -82,6 +82,8 @@ class Info:
     max_payload: int
     tls_required: bool
     tls_available: bool
+    nonce: str = ""
+    """To be signed by who logs in by a key."""
 
 
 def parse_info(line: bytes) -> Info:
@@ -96,11 +98,19 @@ def parse_info(line: bytes) -> Info:
     limit = info.get("max_payload")
     if type(limit) is not int or limit <= 0 or info.get("headers") is not True:
         raise BusError("a NATS server without headers or without max_payload")
-    return Info(min(limit, MAX_PAYLOAD), bool(info.get("tls_required")), bool(info.get("tls_available")))
+    nonce = info.get("nonce")
+    return Info(
+        min(limit, MAX_PAYLOAD),
+        bool(info.get("tls_required")),
+        bool(info.get("tls_available")),
+        nonce if isinstance(nonce, str) else "",
+    )
 
 
-def connect_command(server: Server, name: str) -> bytes:
-    """CONNECT with what we need: headers, no +OK after each command, 503 instead of silence."""
+def connect_command(server: Server, name: str, signed: Mapping[str, str] | None = None) -> bytes:
+    """CONNECT with what we need: headers, no +OK after each command, 503 instead of silence. `signed`: see
+    `nkey.Signer.answer`.
+    """
     options: dict[str, Any] = {
         "verbose": False, "pedantic": False, "headers": True, "no_responders": True,
         "lang": "python-trine", "version": "1", "protocol": 1, "name": name,
@@ -109,6 +119,7 @@ def connect_command(server: Server, name: str) -> bytes:
         options |= {"user": server.user, "pass": server.password}
     elif server.user is not None:
         options["auth_token"] = server.user
+    options |= signed or {}
     return b"CONNECT " + json.dumps(options).encode() + b"\r\n"
 
 

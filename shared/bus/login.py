@@ -6,23 +6,28 @@ import ssl
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from shared.bus.nkey import Signer, signer
 from shared.bus.wire import names_user
 from shared.config import Settings
 from shared.errors import ConfigError
 
-SETTINGS = ("nats_user", "nats_password", "nats_ca", "nats_cert", "nats_key", "nats_inbox")
+SETTINGS = (
+    "nats_user", "nats_password", "nats_nkey_seed_file", "nats_creds", "nats_ca", "nats_cert", "nats_key", "nats_inbox",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Login:
     """`tls`: where it is given, nothing is said to a server that does not prove itself by it. `inbox`: the subjects
-    below which answers are heard; when empty, `_INBOX.<user>`.
+    below which answers are heard; when empty, `_INBOX.<user>`, and `_INBOX` for who logs in by a key.
     """
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     inbox: str = ""
+    signer: Signer | None = None
+    """Instead of user and password."""
 
     @classmethod
     def of(cls, settings: Settings) -> Login:
@@ -31,15 +36,27 @@ class Login:
         if bool(user) != bool(password):
             missing = "nats_password" if user else "nats_user"
             raise ConfigError(f"TRINE_{missing.upper()} is missing: a NATS user needs both", field=missing)
-        return cls(user or None, password or None, _context(settings), settings.nats_inbox)
+        return cls(user or None, password or None, _context(settings), settings.nats_inbox, _signer(settings))
 
     def at(self, url: str) -> Login:
         """The login for this address: credentials that it brings itself come before those of the settings."""
-        return replace(self, user=None, password=None) if names_user(url) else self
+        return replace(self, user=None, password=None, signer=None) if names_user(url) else self
 
 
 NOBODY = Login()
 """No credentials but those in the address, and the system's trust where that asks for TLS."""
+
+
+def _signer(settings: Settings) -> Signer | None:
+    ways = {
+        name: path for name in ("nats_user", "nats_nkey_seed_file", "nats_creds") if (path := getattr(settings, name))
+    }
+    if len(ways) > 1:
+        names = " and ".join(f"TRINE_{name.upper()}" for name in ways)
+        raise ConfigError(f"{names} are ways to log in: give one", field=list(ways)[1])
+    for name in ways.keys() - {"nats_user"}:
+        return signer(name, ways[name], with_jwt=name == "nats_creds")
+    return None
 
 
 def _context(settings: Settings) -> ssl.SSLContext | None:

@@ -118,8 +118,10 @@ class MemoryBus:
         await asyncio.sleep(0)
         self._send(Incoming(subject, bytes(data), reply, dict(headers or {})))
 
-    async def request(self, subject: str, data: bytes, timeout: float) -> Incoming:
-        self._check(data, None)
+    async def request(
+        self, subject: str, data: bytes, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> Incoming:
+        self._check(data, headers)
         answer: asyncio.Future[Incoming] = asyncio.get_running_loop().create_future()
 
         async def take(message: Incoming) -> None:
@@ -129,7 +131,7 @@ class MemoryBus:
         self._waiting.add(answer)
         inbox = await self.subscribe(f"_INBOX.{id(self)}.{next(self._inboxes)}", take)
         try:
-            if not self._send(Incoming(subject, bytes(data), inbox.subject)):
+            if not self._send(Incoming(subject, bytes(data), inbox.subject, dict(headers or {}))):
                 raise BusDisconnected(f"nobody answers on {subject}")
             async with asyncio.timeout(timeout):
                 return await answer
@@ -160,6 +162,12 @@ class MemoryBus:
     async def stream_state(self, stream: str) -> StreamState:
         self.require_connected()
         return self.broker.stream(stream).state()
+
+    async def waiting(self, stream: str, consumer: str) -> int:
+        self.require_connected()
+        if (source := self.broker.stream(stream).consumers.get(consumer)) is None:
+            raise StreamMissing(f"consumer {consumer} of {stream} does not exist")
+        return source.waiting
 
     async def subject_counts(self, stream: str, subject: str) -> dict[str, int]:
         self.require_connected()

@@ -200,6 +200,12 @@ class MemoryConsumer:
                 taken.append((record, 1))
         return taken
 
+    @property
+    def waiting(self) -> int:
+        """Messages that were not delivered yet."""
+        filters = self.spec.filter_subjects
+        return sum(any(matches(f, record.subject) for f in filters) for record in self.stream.after(self._cursor))
+
     def next_due(self) -> float | None:
         """When the earliest of the delivered messages may come again; None when none is out."""
         return min((delivery.due for delivery in self._pending.values()), default=None)

@@ -96,8 +96,10 @@ class NatsBus:
     ) -> None:
         await self._connection.publish(subject, data, headers, reply)
 
-    async def request(self, subject: str, data: bytes, timeout: float) -> Incoming:
-        return await self._connection.request(subject, data, timeout)
+    async def request(
+        self, subject: str, data: bytes, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> Incoming:
+        return await self._connection.request(subject, data, timeout, headers)
 
     async def subscribe(self, subject: str, handler: Handler, queue: str = "") -> Subscription:
         return await self._connection.subscribe(subject, handler, queue)
@@ -110,6 +112,9 @@ class NatsBus:
 
     async def stream_state(self, stream: str) -> StreamState:
         return (await self._api.stream(stream)).state
+
+    async def waiting(self, stream: str, consumer: str) -> int:
+        return await self._api.waiting(stream, consumer)
 
     async def subject_counts(self, stream: str, subject: str) -> dict[str, int]:
         return await self._api.subject_counts(stream, subject)

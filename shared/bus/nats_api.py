@@ -119,11 +119,18 @@ class Api:
 
     async def consumer(self, stream: str, name: str) -> dict[str, Any]:
         """A consumer's configuration."""
+        config: dict[str, Any] = (await self._of_consumer(stream, name))["config"]
+        return config
+
+    async def waiting(self, stream: str, name: str) -> int:
+        count: int = (await self._of_consumer(stream, name)).get("num_pending", 0)
+        return count
+
+    async def _of_consumer(self, stream: str, name: str) -> dict[str, Any]:
         try:
-            config: dict[str, Any] = (await self.ask(f"CONSUMER.INFO.{stream}.{name}"))["config"]
+            return await self.ask(f"CONSUMER.INFO.{stream}.{name}")
         except StreamMissing as error:
             raise StreamMissing(f"consumer {name} of {stream}: {error}") from None
-        return config
 
     async def stream_of(self, subject: str) -> str | None:
         names = (await self.ask("STREAM.NAMES", {"subject": subject})).get("streams") or [None]

@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from shared.bus.login import Login
+from shared.bus.nkey import Signer
 from shared.errors import BusDisconnected, ConfigError
 
 PING_INTERVAL = 5
@@ -86,6 +87,11 @@ class NatsClient(Client):
         self._pending.append(PING_PROTO)
         self._pending_data_size += len(PING_PROTO)
         await self._flush_pending()
+
+    def use_key(self, signer: Signer) -> None:
+        """Before connecting. nats-py learns a public key only together with its seed."""
+        self._auth_configured = True
+        self._public_nkey = signer.public
 
     @property
     def asks_for_credentials(self) -> bool:
@@ -181,6 +187,20 @@ async def dial(servers: list[str], name: str, login: Login, wait: float | None, 
     return client
 
 
+def _by_key(signer: Signer | None) -> dict[str, Any]:
+    """nats-py's options for it."""
+    if signer is None:
+        return {}
+
+    def sign(nonce: object) -> bytes:
+        try:
+            return signer.signature(nonce).encode()
+        except ValueError as error:
+            raise errors.Error(str(error)) from None
+
+    return {"signature_cb": sign, "user_jwt_cb": (lambda: bytearray(signer.jwt, "ascii")) if signer.jwt else None}
+
+
 async def _connect(
     client: NatsClient, servers: list[str], name: str, login: Login, events: Events, state: _Dialling
 ) -> None:
@@ -198,8 +218,11 @@ async def _connect(
     async def closed_cb() -> None:
         events.on_end(client)
 
+    if login.signer is not None:
+        client.use_key(login.signer)
     await client.connect(
         servers=servers,
+        **_by_key(login.signer),
         name=name,
         user=login.user,
         password=login.password,

@@ -154,11 +154,13 @@ class Connection:
             raise NoAnswer(f"no answer on {subject} in time")
         return answer
 
-    async def request(self, subject: str, data: bytes, timeout: float) -> Incoming:
+    async def request(
+        self, subject: str, data: bytes, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> Incoming:
         """Raises TooLarge, PermissionDenied, BusDisconnected (at once when nobody listens on `subject`)."""
-        self.check_size(data, None)
+        self.check_size(data, headers)
         deadline = asyncio.get_running_loop().time() + timeout
-        answer = await self.call(subject, data, deadline)
+        answer = await self.call(subject, data, deadline, dict(headers) if headers else None)
         if status_of(answer) == NO_RESPONDERS:
             raise BusDisconnected(f"nobody answers on {subject}")
         return Incoming(answer.subject, answer.data, answer.reply, user_headers(answer))

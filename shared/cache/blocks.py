@@ -106,6 +106,13 @@ class BlockAllocator:
         self.counters.hits += len(blocks)
         return blocks
 
+    def take(self, name: bytes) -> int | None:
+        """The block under this name, with one more reference on it; counted as no hit."""
+        if (block := self._by_name.get(name)) is not None:
+            self._unused.pop(block, None)
+            self._refs[block] += 1
+        return block
+
     def hold(self, blocks: Sequence[int]) -> None:
         """One more reference on each of these blocks, which somebody holds already."""
         if any(self._refs[self._checked(block)] == 0 for block in blocks):

@@ -34,6 +34,8 @@ class IndexFollower:
         self._spec = spec
         self._poll_s = poll
         self._counters: Counter[str] = Counter(foreign_subjects=0, bus_errors=0, streams_created=0)
+        self.stored_bytes = 0
+        """In the stream, when it was last looked at."""
         self._stream_known = False
         self._feed: Subscription | None = None
         self._following = asyncio.Lock()
@@ -159,6 +161,7 @@ class IndexFollower:
     async def _poll(self) -> None:
         generation, told = self._index.generation, self._index.last_seq
         state = await self._bus.stream_state(self._spec.name)
+        self.stored_bytes = state.bytes
         if generation != self._index.generation:
             return  # the answer may be about the stream before
         if state.last_seq < told:

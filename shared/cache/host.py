@@ -69,6 +69,14 @@ class HostBlocks:
         with self._counting:
             return {**self._counters, "evicted": self._folder.evicted}
 
+    @property
+    def held_bytes(self) -> int:
+        """Of all processes; never less than it is. 0 without the folder."""
+        try:
+            return self._folder.held_bytes
+        except OSError:
+            return 0
+
     def open(self) -> bool:
         """Take part; what a dead fleet left is removed first. False, and all is a miss, if that is not possible."""
         try:
@@ -189,7 +197,10 @@ def _producer(meta: BlockMeta, file: Wanted) -> str | None:
     rest = bytes(file.head[DIGEST_BYTES:])
     if checksum(_label(meta, rest), file.sums) != file.head[:DIGEST_BYTES]:
         raise FrameError("the file is damaged, or another block's")
-    return rest.rstrip(b"\0").decode()
+    try:
+        return rest.rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        raise FrameError("the producer's name is no text") from None
 
 
 def _label(meta: BlockMeta, rest: bytes) -> bytes:

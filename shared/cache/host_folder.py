@@ -67,6 +67,12 @@ class HostFolder:
         joined = self._joined
         return self._evicted_before + (joined.room.evicted if joined else 0)
 
+    @property
+    def held_bytes(self) -> int:
+        """What all processes keep here; never less than the truth."""
+        with self._use() as (_, room):
+            return room.total
+
     # Taking part
 
     def join(self) -> None:

@@ -46,6 +46,11 @@ class HostStore:
     def counters(self) -> Mapping[str, int]:
         return self._blocks.counters
 
+    @property
+    def held_bytes(self) -> int:
+        """By all processes together."""
+        return self._blocks.held_bytes
+
     def has(self, name: bytes) -> bool:
         return self._blocks.has(name)
 

@@ -73,6 +73,16 @@ class PrefixCache:
         counts = {**self._store.counters, **self._follower.counters, **mine}
         return {f"cache_{name}": n for name, n in counts.items() if n}
 
+    @property
+    def stream_bytes(self) -> int:
+        """That the stream holds."""
+        return self._follower.stored_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """That the host tier holds, of all its processes."""
+        return self._host.held_bytes if self._host is not None else 0
+
     async def start(self) -> None:
         """Raises ConfigError if the cache's stream exists with another configuration."""
         await self._bus.subscribe(self._subjects.drop, self._on_drop)

@@ -43,10 +43,10 @@ class BlockPublisher:
         """Publish the block that the allocator holds under `meta.name`, unless the store has it or too many wait."""
         if meta.name in self._pending or self._known(meta.name):
             return
-        if len(self._pending) >= MAX_PENDING or not (blocks := self._allocator.match([meta.name])):
+        if len(self._pending) >= MAX_PENDING or (block := self._allocator.take(meta.name)) is None:
             self.skipped += 1
             return
-        self._pending[meta.name] = (replace(meta, producer=self._producer), blocks[0])
+        self._pending[meta.name] = (replace(meta, producer=self._producer), block)
         self._notify()
 
     async def run(self) -> None:

@@ -219,7 +219,8 @@ def _rows(span: Span) -> Iterator[Row]:
     length = len(span.token_ids)
     for index in range(length - span.rows, length):
         guessed = span.token_ids[length - span.guesses : index + 1] if span.adjustments else ()
-        yield Row(span.sampling, span.seed, span.start + index + 1, span.adjustments, guessed)
+        mask = None if span.masks is None else span.masks[index - length + span.rows]
+        yield Row(span.sampling, span.seed, span.start + index + 1, span.adjustments, guessed, mask)
 
 
 def _states(hidden: Tensor, wanted: Sequence[bool]) -> list[bytes | None]:

@@ -75,9 +75,12 @@ def tensor_digests(path: Path) -> list[str]:
                 key=lambda entry: entry[3],
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{path} has an unreadable safetensors header: {error}") from None
-        lines = []
+            raise ModelError(f"{path} has an unreadable safetensors header: {error!s:.500}") from None
+        lines, last = [], 0
         for name, dtype, shape, start, end in entries:
+            if start < last:  # else a short file could have its bytes hashed over and over
+                raise ModelError(f"{path}: tensors overlap", field=name[:100])
+            last = end
             file.seek(8 + size + start)
             lines.append(f"{name} {dtype} {shape} {_digest_of(file, end - start, path)}")
         return lines
@@ -87,7 +90,7 @@ def _offsets(found: Any) -> tuple[int, int]:
     """Raises ValueError or TypeError for what are none."""
     start, end = found
     if type(start) is not int or type(end) is not int or not 0 <= start <= end < 1 << 63:
-        raise ValueError(f"{found!r} are no offsets")
+        raise ValueError(f"{found!r:.100} are no offsets")
     return start, end
 
 
@@ -106,6 +109,6 @@ def _vocabulary(path: Path) -> list[str]:
     try:
         found = pairs(json.loads(path.read_bytes()))
         lines = sorted({f"{index} {json.dumps(token)}" for index, token in found})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error!s:.500}") from None
     return [hashlib.sha256("\n".join(lines).encode()).hexdigest()]

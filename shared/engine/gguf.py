@@ -1,13 +1,15 @@
 """GGUF files → the folder layout that transformers reads (fp32 safetensors, tokenizer, chat template).
 
 transformers reads the weights; what it silently drops (tensors it has no name for, rope scaling, the way digits are
-split) would make a model that answers a little wrong, so that is checked here and refused.
+split) would make a model that answers a little wrong, so that is checked here and refused. So is a file whose header is
+not sound (`shared.engine.gguf_header`): transformers believes it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging as transformers_logging
 
+from shared.engine import gguf_header
 from shared.errors import ModelError
 
 Progress = Callable[[str, float], None]
 
 CONVERTER_VERSION = 1  # of the folders written; part of their names
+MAX_REASON = 500  # characters of what a reader says is wrong
 
 # How byte-level vocabularies split text before merging, by llama.cpp's `tokenizer.ggml.pre`. Those that transformers
 # splits rightly by itself are listed; SmolLM's it does not know. Any other is refused.
@@ -33,32 +37,48 @@ _DIGITS_ONE_BY_ONE = frozenset({"smollm", "starcoder", "refact", "command-r"})
 def convert(source: Path, folder: Path, progress: Progress) -> None:
     """Write the model in `source` into the existing, empty `folder`. Raises ModelError for what would not be exact."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        progress("reading the GGUF header", 0.0)
-        config = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        progress("dequantising the weights", 0.2)
-        parsed = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
-            str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
-        )
-        progress("building the tokenizer", 0.7)
-        tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
-    except (ValueError, KeyError, NotImplementedError, OSError, RuntimeError) as error:
-        raise ModelError(f"{source.name} cannot be converted: {error}") from error
+    with _explained(source):
+        gguf_header.check(source)
+        model, tokenizer = _read(source, progress)
+    with _explained(source, OSError):  # of the disk that is written to
+        progress("writing safetensors", 0.85)
+        vars(model.config).pop("_model_name_or_path", None)  # the GGUF file's title; it says nothing
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        _flush(folder)
+    progress("done", 1.0)
 
+
+@contextmanager
+def _explained(source: Path, passed: type[Exception] = ModelError) -> Iterator[None]:
+    """The libraries raise errors of every kind, all meaning that the file is not as it should be: ModelError here."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ModelError | passed):
+            raise
+        reason = str(error) or type(error).__name__
+        raise ModelError(f"{source.name} cannot be converted: {reason[:MAX_REASON]}") from error
+
+
+def _read(source: Path, progress: Progress) -> tuple[Any, Any]:
+    """Model and tokenizer."""
+    progress("reading the GGUF header", 0.0)
+    config = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    progress("dequantising the weights", 0.2)
+    parsed = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
+        str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
+    )
+    progress("building the tokenizer", 0.7)
+    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     _refuse_unread(source, parsed["tensors"])
     _fill(model, parsed["tensors"])
     _split_as_trained(tokenizer.backend_tokenizer, parsed["tokenizer"])
     _check_vocabulary(tokenizer, parsed["tokenizer"])
     tokenizer.model_max_length = config.max_position_embeddings
-
-    progress("writing safetensors", 0.85)
-    vars(model.config).pop("_model_name_or_path", None)  # the GGUF file's title; it says nothing
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _flush(folder)
-    progress("done", 1.0)
+    return model, tokenizer
 
 
 def _refuse_unread(source: Path, tensors: dict[str, torch.Tensor]) -> None:

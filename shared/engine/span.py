@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from shared.messages import Sampling
 from shared.sampling.adjustments import Adjustments
+from shared.sampling.guide import Masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Span:
     last `rows` tokens of the span (0: none, the KV is all that is wanted). `seed`, `sampling` and `adjustments` choose
     them. The last `guesses` tokens are some that the adjustments were not told to take; a row sees those up to its own.
     `logprobs`: report log-probabilities, also those of so many most likely tokens. `hidden`: report the hidden
-    states that the rows' tokens are chosen from.
+    states that the rows' tokens are chosen from. `masks`: one for each row, of the tokens that may be chosen.
 
     `slot` is the sequence's own, from its first span to its last, and below `ModelInfo.slots`: with a KV codec that
     seals whole blocks the engine keeps the keys of the unfull block there.
@@ -34,3 +35,4 @@ class Span:
     guesses: int = 0
     logprobs: int | None = None
     hidden: bool = False
+    masks: Masks | None = field(default=None, compare=False)

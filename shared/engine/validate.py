@@ -24,6 +24,8 @@ def check(spans: Sequence[Span], info: ModelInfo) -> None:
             raise ContextLengthExceeded(f"span {i} ends at {end}; the context has {info.context_length} positions")
         if min(span.token_ids) < 0 or max(span.token_ids) >= info.vocab_size:
             raise InvalidField(f"span {i}: a token id is not below {info.vocab_size}", field="token_ids")
+        if span.masks is not None and span.masks.shape != (span.rows, -(-info.vocab_size // 32)):
+            raise InvalidField(f"span {i}: masks of shape {span.masks.shape}", field="masks")
         _check_table(i, span, end, info, writers)
         if info.slots:
             _check_slot(i, span, info, slots)

@@ -37,7 +37,9 @@ from shared.messages.beats import Beat, Identity, Load
 from shared.messages.blocks import Claim, Drop, Dropped, Handover, HandoverReply, HeldBlocks, PrefillJob
 from shared.messages.drafts import Draft, DraftAsk, DraftItem, Drafts
 from shared.messages.events import Again, Event, Failed, Finished, Missed, MissedEvent, ServedBy, Timings, Tokens, Usage
+from shared.messages.guided import Guided, Tag, Tags
 from shared.messages.requests import ChatMessage, Generate, Room
+from shared.messages.tools import Function, FunctionCall, Tool, ToolCall
 from shared.sampling.fields import Sampling
 
 __all__ = [
@@ -73,7 +75,10 @@ __all__ = [
     "Event",
     "Failed",
     "Finished",
+    "Function",
+    "FunctionCall",
     "Generate",
+    "Guided",
     "Handover",
     "HandoverReply",
     "HeldBlocks",
@@ -90,9 +95,13 @@ __all__ = [
     "Sampling",
     "ServedBy",
     "Sessions",
+    "Tag",
+    "Tags",
     "Tenant",
     "Timings",
     "Tokens",
+    "Tool",
+    "ToolCall",
     "Usage",
     "WorkerName",
 ]

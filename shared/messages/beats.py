@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shared.messages.base import MAX_COUNTERS, MAX_HIDDEN, Message, RequestId, WorkerName
+from shared.messages.base import MAX_COUNTERS, MAX_HIDDEN, MAX_NUMBER, Message, RequestId, WorkerName
+
+MAX_QUEUES = 8
 
 
 class Identity(BaseModel):
@@ -26,15 +28,34 @@ class Identity(BaseModel):
         return [f"{k}: {mine[k]} here, {theirs[k]} there" for k in mine if mine[k] != theirs[k]]
 
 
+Amount = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+
+
 class Load(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """How things stand with a worker now. Fields that a later version has are passed over."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     running: int = 0
     waiting: int = 0
     free_blocks: int = 0
+    blocks: Annotated[int, Field(ge=0)] = 0
+    """In the worker's pool; 0: it has none."""
+    cached_blocks: Amount = 0
+    """Those that have a name: a request that begins as they do finds them."""
+    host_bytes: Amount = 0
+    """That the processes of its machine share through memory."""
+    stream_bytes: Amount = 0
+    """Of the shared cache's stream."""
+    queued: Annotated[dict[RequestId, Amount], Field(max_length=MAX_QUEUES)] = {}
+    """By a queue's consumer: messages that nobody has taken yet. Left out of beats between which it was not looked."""
 
 
 class Beat(Message):
+    """Fields that a later version has are passed over: workers of two versions hear each other."""
+
+    model_config = ConfigDict(extra="ignore")
+
     type: Literal["beat"] = "beat"
     role: Literal["prefill", "decode", "drafter"]
     worker: WorkerName

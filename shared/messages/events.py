@@ -32,6 +32,10 @@ class Timings(BaseModel):
     tpot_ms: float = 0.0
     """Mean time per output token after the first."""
     total_ms: float = 0.0
+    transfer_ms: float = 0.0
+    """Of `ttft_ms`: fetching blocks of the prompt from the shared cache."""
+    prefill_ms: float = 0.0
+    """Of `ttft_ms`: waiting for a prefill worker, and computing the rest here. What is left, it waited for room."""
 
 
 class ServedBy(BaseModel):

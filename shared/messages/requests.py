@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shared.messages.base import DEFAULT_MAX_TOKENS, MAX_NUMBER, MAX_STOP_CHARS, MAX_STOPS, Message, RequestId, Salt
+from shared.messages.guided import Guided
+from shared.messages.tools import MAX_CALLS, MAX_TOOLS, CallId, Tool, ToolCall, ToolName
 from shared.sampling.fields import MAX_TOP_LOGPROBS, LogitBias, Sampling
 
 MAX_RETRY_MS = 600_000
 
 
 class ChatMessage(BaseModel):
+    """`content` may be missing where an assistant only called tools. A `tool` message has the result of such a call."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS)] | None = None
+    tool_call_id: CallId | None = None
+    name: ToolName | None = None
+    """Of the tool whose result it is."""
+    content: Annotated[str | None, Field(validate_default=True)] = None
+
+    @field_validator("tool_calls", "tool_call_id", "name")
+    @classmethod
+    def _of_its_role(cls, value: Any, info: ValidationInfo) -> Any:
+        role = "assistant" if info.field_name == "tool_calls" else "tool"
+        if value is not None and info.data.get("role", role) != role:
+            raise ValueError(f"only messages of role {role} have it")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _says_something(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("tool_calls") is None:
+            raise ValueError("a text; only beside tool_calls it may be missing")
+        return value
 
 
 _SAMPLING = tuple(Sampling.model_fields)
@@ -33,6 +56,8 @@ class Generate(Message):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     token_ids: list[int] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    """What the model's chat template tells it of. Needs `messages`."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -49,6 +74,8 @@ class Generate(Message):
     """Send the log-probability of each token with it."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """And those of so many of the most likely tokens in its place. Needs `logprobs`."""
+    guided: Guided | None = None
+    """What form the answer must have."""
     cache_salt: Salt | None = None
     """Cached KV is shared only with requests of the same tenant that have the same salt."""
     deadline_ms: Annotated[int, Field(ge=1, le=MAX_NUMBER)] | None = None
@@ -84,6 +111,8 @@ class Generate(Message):
         given = [n for n in ("prompt", "messages", "token_ids") if getattr(self, n) is not None]
         if len(given) > 1:
             raise ValueError(f"give one of prompt, messages, token_ids, not {' and '.join(given)}")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools need messages")
         self.sampling  # noqa: B018 - validates the sampling fields with their own bounds
         return self
 

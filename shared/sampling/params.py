@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.sampling.adjustments import Adjustments
 from shared.sampling.fields import Sampling
+from shared.sampling.guide import Masks
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0: the noise could then only decide between logits closer than about 2e-4,
@@ -19,7 +20,8 @@ class Row:
 
     `position` is the index of the token to choose in the whole sequence, prompt included: the number of tokens that
     stand before it. Target and drafter must count alike, or their noise differs and drafts are refused. `guessed` are
-    the last of those tokens, as far as the `adjustments` were not told to take them.
+    the last of those tokens, as far as the `adjustments` were not told to take them. `mask`: a row of `guide.Masks`; no
+    other token can be chosen.
     """
 
     sampling: Sampling
@@ -27,6 +29,7 @@ class Row:
     position: int
     adjustments: Adjustments | None = None
     guessed: tuple[int, ...] = ()
+    mask: Masks | None = field(default=None, compare=False)
 
 
 def is_greedy(sampling: Sampling) -> bool:

@@ -1,4 +1,4 @@
-"""Bias and penalties on logits, wherever these are. See `shared.sampling.adjustments` for the rules.
+"""Bias, penalties and masks on logits, wherever these are. See `shared.sampling.adjustments` and `guide` for the rules.
 
 Values are computed in float64 and rounded once, by the same operations on every device, so that all come to the same
 logits. Which of them change is known from the requests: nothing waits for the device.
@@ -15,18 +15,23 @@ from torch import Tensor
 
 from shared.sampling.adjustments import Adjustments, Integers
 from shared.sampling.device import moved
+from shared.sampling.guide import Masks
 from shared.sampling.params import Row
 
 
 def adjusted(logits: Tensor, rows: Sequence[Row], ids: np.ndarray | None = None) -> Tensor:
-    """`logits` [len(rows), vocab] (float32) with the rows' adjustments: a copy, or itself if there are none.
+    """`logits` [len(rows), vocab] (float32) with the rows' adjustments and masks: a copy, or itself if there are none.
 
-    With `ids` (int64, ascending, at least one), they are [len(rows), len(ids)], of these tokens alone.
+    With `ids` (int64, ascending, at least one), they are [len(rows), len(ids)], of these tokens alone, and the rows
+    have no masks.
     """
     wanted = [(i, row, row.adjustments) for i, row in enumerate(rows) if row.adjustments is not None]
-    if not wanted:
+    masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
+    if not wanted and not masked:
         return logits
     logits = logits.clone()
+    if masked:
+        _mask(logits, masked)
     biased = [(i, a) for i, _, a in wanted if a.bias_ids]
     if biased:
         _bias(logits, biased, ids)
@@ -39,6 +44,15 @@ def adjusted(logits: Tensor, rows: Sequence[Row], ids: np.ndarray | None = None)
         held = logits[at, columns]
         logits[at, columns] = held.masked_fill(held < math.inf, -math.inf)  # an output that was unusable must stay so
     return logits
+
+
+def _mask(logits: Tensor, masked: Sequence[tuple[int, Masks]]) -> None:
+    words = moved(torch.from_numpy(np.stack([mask for _, mask in masked])), logits.device)
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (words[:, :, None] >> places & 1).bool().flatten(1)[:, : logits.shape[1]]
+    at = moved(torch.tensor([i for i, _ in masked]), logits.device)
+    kept = logits[at]
+    logits[at] = kept.masked_fill(~allowed & (kept < math.inf), -math.inf)  # an output that was unusable must stay so
 
 
 def _places(chosen: Sequence[tuple[int, Integers]], ids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -153,7 +153,7 @@ def real() -> Engine:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_case_22_the_distribution_holds_at_long_context(real: Engine) -> None:
-    texts = Path(__file__).parents[2].joinpath("benchmarks/texts").glob("*.txt")
+    texts = Path(__file__).parents[2].joinpath("trine/data/texts").glob("*.txt")
     whole = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(texts))
     ids, length = Tokenizer.load(resolve(DEFAULT_MODEL)).encode(whole), CONTEXT + POSITIONS
     baseline, *candidates = (real.sibling(codec, length // 16) for codec in ("none", *BOUNDS))

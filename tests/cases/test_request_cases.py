@@ -172,6 +172,22 @@ class TestCancel:
             assert answer.usage.completion_tokens == len(answer.token_ids) == said
             assert answer.text == "".join(f"{token} " for token in answer.token_ids)
 
+    async def test_after_a_death_its_usage_is_known_also_when_its_events_are_lost(self) -> None:
+        async with FleetRig() as rig:
+            await rig.decode(engine=engine(0.01))
+            stream = rig.client().stream(token_ids=prompt(10), max_tokens=200)
+            said = 0
+            async for delta in stream:
+                said += len(delta.token_ids)
+                if said >= 20 and "decode-1" in rig.workers:
+                    await rig.kill("decode-1")
+                    del rig.broker.streams[SUBJECTS.event_stream]
+                    await rig.decode("decode-2", engine(0.01))
+                    await stream.cancel()
+            usage = stream.completion.usage
+            assert stream.completion.finish_reason == "cancelled"
+            assert (usage.prompt_tokens, usage.completion_tokens) == (10, said)
+
     async def test_text_held_back_for_a_stop_string_is_shown(self) -> None:
         async with FleetRig() as rig:
             await rig.decode(engine=engine(0.01))

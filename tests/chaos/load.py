@@ -200,10 +200,18 @@ class Asker:
         self._report.finished(roles, asked.sent, now)
 
     async def _stored(self, client: Client, asked: Try) -> list[Problem]:
-        """What the event stream says, if it can be read now."""
+        """What the event stream says, if it can be read now.
+
+        A worker whose stream was lost tells all of it again, in several messages: the end may come after we look.
+        """
         bus, subjects = client._connected(), Subjects(self._model)
-        try:
-            stored = await stored_events(bus, subjects, asked.id, DEFAULT_TENANT, 0, READ_S)
-        except (StreamMissing, BusError):
-            return []
-        return judge_stored(asked.case.expected, [decode_event(event.data) for event in stored])
+        given_up, found = time.monotonic() + READ_S, list[Problem]()
+        while time.monotonic() < given_up:
+            try:
+                stored = await stored_events(bus, subjects, asked.id, DEFAULT_TENANT, 0, READ_S)
+            except (StreamMissing, BusError):
+                return []
+            if not (found := judge_stored(asked.case.expected, [decode_event(event.data) for event in stored])):
+                break
+            await asyncio.sleep(RETRY_S)
+        return found

@@ -1,33 +1,36 @@
-"""compose.yaml for real: build the image, start the fleet, talk to it over plain NATS from the host, scale it.
+"""compose.yaml for real: build the images, start a secured fleet, talk to it as clients do, scale and break it.
 
-`COMPOSE` names the compose command (default: `docker compose`, and a skip where no engine answers). The project
-gets a name and a port of its own, so that a fleet that already runs here is left alone. Only what a client of any
-language would use is used: subjects, JSON, nats-py.
+`COMPOSE` names the compose command (default: `docker compose`, and a skip where no engine answers). The project gets a
+name and ports of its own, so that a fleet that already runs here is left alone. Only what a client of any language has
+is used: OpenAI's client, subjects and JSON with nats-py, and the gateway's metrics.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import uuid
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx2
 import nats
+import openai
 import pytest
+import yaml
 from anyio import to_thread
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
-from nats.js.errors import NoStreamResponseError
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct"
@@ -35,44 +38,83 @@ PROMPT = (
     "The lighthouse keeper wrote in his log every evening. He noted the wind, the height of the waves, the ships "
     "that passed and the birds that rested on the rail. In winter the nights were long, and he wrote more. "
 ) * 8 + "\n\nIn one sentence, the log of the next evening says:"
-BEATS = 3  # by the third beat of a worker its peers know it
-BUILD_S = 1500.0
+QUESTION = "Name three animals that live on a farm, and say what each of them is kept for."
+ROLES = ("prefill", "decode", "drafter")
+UID = "10001"
+BUILD_S = 900.0
 START_S = 600.0
-ANSWER_S = 300.0
+ANSWER_S = 240.0
+LOAD = 4  # answers at a time
 
-pytestmark = [pytest.mark.compose, pytest.mark.anyio, pytest.mark.timeout(BUILD_S + START_S + ANSWER_S)]
+pytestmark = [pytest.mark.compose, pytest.mark.anyio, pytest.mark.timeout(BUILD_S + START_S)]
 
 
 @dataclass(frozen=True)
 class Fleet:
     command: list[str]
-    port: int
+    nats_port: int
+    http_port: int
+    env: dict[str, str] = field(default_factory=dict)
+    """What the documented command gives a client."""
 
-    def compose(self, *arguments: str, timeout: float = 120.0) -> str:
-        """Run one compose command; its output. Fails the test, showing the output, when the command fails."""
-        env = {**os.environ, "COMPOSE_PROJECT_NAME": f"trinetest{os.getpid()}", "NATS_PORT": str(self.port)}
+    def compose(self, *arguments: str, timeout: float = 120.0, ok: bool = True) -> str:
+        """Run one compose command; its standard output. Fails the test, showing all output, when the command fails."""
+        env = {**os.environ, "COMPOSE_PROJECT_NAME": f"trinetest{os.getpid()}"}
+        env |= {"NATS_PORT": str(self.nats_port), "GATEWAY_PORT": str(self.http_port)}
         done = subprocess.run(
             [*self.command, *arguments],
             check=False,
             cwd=ROOT,
             env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             text=True,
             timeout=timeout,
         )
-        if done.returncode:
-            pytest.fail(f"compose {' '.join(arguments)}: exit {done.returncode}\n{done.stdout[-8000:]}")
+        if done.returncode and ok:
+            pytest.fail(f"compose {' '.join(arguments)}: exit {done.returncode}\n{(done.stdout + done.stderr)[-8000:]}")
         return done.stdout
 
-    async def connect(self) -> Client:
-        """A connection to the published port, once the server answers."""
-        with anyio.fail_after(60):
-            while True:
-                try:
-                    return await nats.connect(f"nats://127.0.0.1:{self.port}", allow_reconnect=False)
-                except (NatsError, OSError):
-                    await anyio.sleep(0.5)
+    def credentials(self, folder: Path) -> dict[str, str]:
+        """As docs/deployment.md says: a shell evaluates what the command prints."""
+        printed = self.compose("run", "--rm", "-T", "credentials", "show")
+        done = subprocess.run(
+            ["sh", "-c", 'eval "$PRINTED" && env -0'],
+            check=True,
+            cwd=folder,
+            env={"PRINTED": printed, "PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        pairs = (line.partition("=") for line in done.stdout.split("\0") if "=" in line)
+        return {name: value for name, _, value in pairs if name != "PRINTED"}
+
+    @property
+    def http(self) -> str:
+        return self.env["OPENAI_BASE_URL"].removesuffix("/v1")
+
+    def openai(self, key: str = "") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=self.env["OPENAI_BASE_URL"],
+            api_key=key or self.env["OPENAI_API_KEY"],
+            max_retries=0,
+            timeout=ANSWER_S,
+        )
+
+    async def connect(self, **login: Any) -> Client:
+        tls = ssl.create_default_context(cafile=self.env["NATS_CA"])
+        return await nats.connect(
+            self.env["NATS_URL"], tls=tls, inbox_prefix=b"_INBOX.default", allow_reconnect=False, **login
+        )
+
+    async def client(self) -> Client:
+        return await self.connect(user=self.env["NATS_USER"], password=self.env["NATS_PASSWORD"])
+
+    def secrets(self) -> list[str]:
+        """Every password and key that there is."""
+        script = "print(open('/credentials/all/vault.json').read())"
+        vault = self.compose("run", "--rm", "-T", "--entrypoint", "python", "credentials", "-c", script)
+        return re.findall(r'"((?:p|sk-)[0-9a-f]{48})"', vault)
 
 
 def compose_command() -> list[str]:
@@ -96,47 +138,50 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    fleet = Fleet(compose_command(), free_port())
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(compose_command(), free_port(), free_port())
     failed = request.session.testsfailed
     try:
         fleet.compose("up", "--build", "-d", timeout=BUILD_S)
+        fleet.env.update(fleet.credentials(tmp_path_factory.mktemp("client")))
         yield fleet
         if request.session.testsfailed > failed:
-            sys.stderr.write(fleet.compose("logs")[-20000:])
+            sys.stderr.write(fleet.compose("logs", ok=False)[-20000:])
     finally:
         fleet.compose("down", "--remove-orphans", timeout=180.0)  # replicas first: they may hold the broker
         fleet.compose("down", "-v", timeout=180.0)
 
 
-async def workers(client: Client, **wanted: int) -> dict[str, set[str]]:
-    """Names of the live workers by role, once as many of each as wanted have been heard often enough by all."""
-    heard: dict[str, Counter[str]] = {role: Counter() for role in wanted}
-    beats = await client.subscribe(f"trine.{MODEL}.beat.*.*")
-    with anyio.fail_after(START_S):
-        while any(sum(n >= BEATS for n in heard[role].values()) < count for role, count in wanted.items()):
-            _, _, _, role, worker = (await beats.next_msg(timeout=START_S)).subject.split(".")
-            heard.setdefault(role, Counter())[worker] += 1
-    await beats.unsubscribe()
-    return {role: set(counts) for role, counts in heard.items()}
+async def live(fleet: Fleet, metric: str = "trine_worker_up") -> dict[str, dict[str, float]]:
+    """A metric of the gateway by role and worker; nothing while it does not answer."""
+    found: dict[str, dict[str, float]] = {role: {} for role in ROLES}
+    try:
+        async with httpx2.AsyncClient(timeout=5) as http:
+            text = (await http.get(f"{fleet.http}/metrics")).text
+    except httpx2.HTTPError:
+        return found
+    for labels, value in re.findall(rf"^{metric}\{{(.*?)\}} (\S+)$", text, re.M):
+        told = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        found.setdefault(told["role"], {})[told["worker"]] = float(value)
+    return found
 
 
-async def submit(client: Client, request: dict[str, Any]) -> None:
-    """Publish and wait for the broker's receipt; the queue exists as soon as one decode worker has started."""
+async def workers(fleet: Fleet, **wanted: int) -> dict[str, set[str]]:
+    """Names of the workers that take work, once there are as many of each role as wanted."""
     with anyio.fail_after(START_S):
         while True:
-            try:
-                await client.jetstream().publish(f"trine.{MODEL}.req.normal", json.dumps(request).encode())
-                return
-            except NoStreamResponseError:
-                await anyio.sleep(0.5)
+            ready = {role: {w for w, up in its.items() if up} for role, its in (await live(fleet)).items()}
+            if all(len(ready[role]) >= count for role, count in wanted.items()):
+                return ready
+            await anyio.sleep(0.5)
 
 
 async def ask(client: Client, prompt: str, max_tokens: int = 12) -> tuple[str, dict[str, Any]]:
-    """The text of the answer and its `finished` event; every token arrived once and in order."""
+    """The text of the answer and its `finished` event, over plain NATS; every token arrived once and in order."""
     request_id = uuid.uuid4().hex
     answer = await client.subscribe(f"trine.{MODEL}.tok.{request_id}")
-    await submit(client, {"id": request_id, "prompt": prompt, "temperature": 0, "max_tokens": max_tokens})
+    request = {"id": request_id, "prompt": prompt, "temperature": 0, "max_tokens": max_tokens}
+    await client.jetstream().publish(f"trine.{MODEL}.req.normal", json.dumps(request).encode())
     text = ""
     token_ids: list[int] = []
     with anyio.fail_after(ANSWER_S):
@@ -153,9 +198,40 @@ async def ask(client: Client, prompt: str, max_tokens: int = 12) -> tuple[str, d
     return text, event
 
 
-async def test_a_fleet_answers_over_plain_nats(fleet: Fleet) -> None:
-    client = await fleet.connect()
-    await workers(client, prefill=1, decode=1, drafter=1)
+async def chat(client: openai.AsyncOpenAI, question: str = QUESTION, max_tokens: int = 40) -> str:
+    """A streamed answer, complete."""
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=max_tokens,
+        stream=True,
+    )
+    chunks = [choice async for chunk in stream for choice in chunk.choices]
+    assert chunks[-1].finish_reason in ("stop", "length")
+    return "".join(choice.delta.content or "" for choice in chunks)
+
+
+def test_gpus_are_reserved_where_the_second_file_is_named() -> None:
+    """GPUs are not needed to ask compose what it makes of the files."""
+    files = ("-f", "compose.yaml", "-f", "compose.gpu.yaml")
+    printed = Fleet(compose_command(), 4222, 8000).compose(*files, "config")
+    services = yaml.safe_load(printed[printed.index("name:") :])["services"]
+    for role in ROLES:
+        (device,) = services[role]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"] and services[role]["image"].startswith("trine-cuda:")
+
+
+async def test_openais_client_is_answered(fleet: Fleet) -> None:
+    await workers(fleet, prefill=1, decode=1, drafter=1)
+
+    assert (await chat(fleet.openai())).strip()
+    with pytest.raises(openai.AuthenticationError):
+        await chat(fleet.openai("sk-of-somebody-who-has-none"))
+
+
+async def test_a_client_of_plain_nats_is_answered(fleet: Fleet) -> None:
+    client = await fleet.client()
 
     text, finished = await ask(client, PROMPT)
 
@@ -168,40 +244,97 @@ async def test_a_fleet_answers_over_plain_nats(fleet: Fleet) -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "drafter"])
-async def test_a_workers_health_check_passes(fleet: Fleet, role: str) -> None:
-    client = await fleet.connect()
-    await workers(client, **{role: 1})
-    await client.close()
-
-    await to_thread.run_sync(fleet.compose, "exec", "-T", role, "python", "/opt/trine/healthcheck.py")
+async def test_nobody_comes_in_without_a_password(fleet: Fleet) -> None:
+    for login in ({}, {"user": "decode", "password": "decode"}):
+        with pytest.raises((NatsError, OSError), match=r"(?i)authorization"):
+            await fleet.connect(**login)
 
 
-async def test_a_worker_runs_without_root(fleet: Fleet) -> None:
-    uid = await to_thread.run_sync(fleet.compose, "exec", "-T", "decode", "id", "-u")
+@pytest.mark.parametrize("role", [*ROLES, "gateway"])
+async def test_a_service_is_healthy_without_root_and_has_its_own_login_alone(fleet: Fleet, role: str) -> None:
+    def inside(*command: str, ok: bool = True) -> str:
+        return fleet.compose("exec", "-T", role, *command, ok=ok)
 
-    assert uid.split()[-1] == "10001"
+    def check() -> None:
+        health = ["/opt/trine/entrypoint.sh", "python", "/opt/trine/healthcheck.py"]
+        inside(*(["python", "/opt/trine/gateway_health.py"] if role == "gateway" else health))
+        assert inside("id", "-u").split()[-1] == UID
+        files = {"ca.pem", "credentials"} | ({"api-keys"} if role == "gateway" else set())
+        assert set(inside("ls", "/run/trine").split()) == files
+        assert f"TRINE_NATS_USER={role}\n" in inside("cat", "/run/trine/credentials")
+        assert not inside("sh", "-c", "command -v gcc cc make pip; touch /opt/x 2>/dev/null && echo writable", ok=False)
+        torch = inside("python", "-c", "import importlib.util as u; print(u.find_spec('torch') is not None)").strip()
+        assert torch == str(role != "gateway")
+
+    await to_thread.run_sync(check)
 
 
-async def test_a_second_decode_worker_shares_the_work(fleet: Fleet) -> None:
-    client = await fleet.connect()
-    expected, _ = await ask(client, PROMPT)
+async def test_scaling_and_a_killed_container_under_load_cost_no_answer(fleet: Fleet) -> None:
+    """`--scale prefill=2 --scale decode=3`, then SIGKILL to a decode worker that is at work."""
+    expected = await chat(fleet.openai())
+    before = await workers(fleet, decode=1)
+    over = anyio.Event()
+    answers: list[str] = []
 
-    await to_thread.run_sync(fleet.compose, "up", "-d", "--scale", "decode=2")
-    live = await workers(client, decode=2)
-    answers: list[tuple[str, dict[str, Any]]] = []
+    async def load() -> None:
+        client = fleet.openai()
+        while not over.is_set():
+            answers.append(await chat(client))
 
-    async def one() -> None:
-        answers.append(await ask(client, PROMPT, max_tokens=12))
+    async with anyio.create_task_group() as tasks:
+        for _ in range(LOAD):
+            tasks.start_soon(load)
+        scale = ("up", "-d", "--scale", "decode=3", "--scale", "prefill=2")
+        await to_thread.run_sync(lambda: fleet.compose(*scale, timeout=START_S))
+        after = await workers(fleet, decode=3, prefill=2)
+        assert before["decode"] <= after["decode"] and before["prefill"] <= after["prefill"], "nobody was replaced"
+        scaled = len(answers)
+        killed = await kill_one_at_work(fleet)
+        with anyio.fail_after(ANSWER_S):
+            while killed in (await workers(fleet, decode=2))["decode"]:
+                await anyio.sleep(0.2)
+            while len(answers) < scaled + 4 * LOAD:
+                await anyio.sleep(0.2)
+        await workers(fleet, decode=3)
+        over.set()
 
-    served: set[str] = set()
+    assert set(answers) == {expected}
+
+
+async def kill_one_at_work(fleet: Fleet) -> str:
+    """All processes in the container, but the first, which then ends as well. The worker's name."""
+    names = {}
+    for index in ("1", "2", "3"):
+        host = await to_thread.run_sync(fleet.compose, "exec", "-T", "--index", index, "decode", "hostname")
+        names[f"decode-{host.split()[-1]}"] = index
     with anyio.fail_after(ANSWER_S):
-        while len(served) < 2:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(4):
-                    tasks.start_soon(one)
-            served = {finished["served_by"]["decode"] for _, finished in answers}
+        while True:
+            running = (await live(fleet, "trine_worker_running"))["decode"]
+            busy = [name for name in names if running.get(name)]
+            if busy:
+                break
+            await anyio.sleep(0.1)
+    command = ("exec", "-T", "--index", names[busy[0]], "decode", "sh", "-c", "kill -9 -1")
+    await to_thread.run_sync(lambda: fleet.compose(*command, ok=False))
+    return busy[0]
 
-    assert {text for text, _ in answers} == {expected}
-    assert served <= live["decode"]
-    await client.close()
+
+async def test_an_operator_looks_into_the_cache(fleet: Fleet) -> None:
+    order = ("--profile", "tools", "run", "--rm", "-T", "operator", "trine", "cache", "ls", "--json")
+    printed = await to_thread.run_sync(fleet.compose, *order)
+
+    assert json.loads(printed)
+
+
+async def test_a_second_start_keeps_the_credentials_and_nothing_secret_is_logged(fleet: Fleet, tmp_path: Path) -> None:
+    def again() -> tuple[dict[str, str], list[str], str]:
+        fleet.compose("run", "--rm", "-T", "credentials", "make")
+        return fleet.credentials(tmp_path), fleet.secrets(), fleet.compose("logs", timeout=60)
+
+    now, secrets, logs = await to_thread.run_sync(again)
+
+    assert {n: v for n, v in now.items() if "PASSWORD" in n or "KEY" in n} == {
+        n: v for n, v in fleet.env.items() if "PASSWORD" in n or "KEY" in n
+    }
+    assert len(secrets) == 7 and {fleet.env["NATS_PASSWORD"], fleet.env["OPENAI_API_KEY"]} <= set(secrets)
+    assert "ready" in logs and not [secret for secret in secrets if secret in logs]

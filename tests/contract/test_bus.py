@@ -141,12 +141,14 @@ class TestCore:
 
     async def test_request_and_reply(self, bus: Bus, other: Bus, world: World) -> None:
         async def answer(message: Incoming) -> None:
-            await other.publish(message.reply, message.data.upper(), {"By": "other"})
+            await other.publish(message.reply, message.data.upper(), {**message.headers, "By": "other"})
 
         await other.subscribe(f"{world.name}.ask", answer)
         answers = await asyncio.gather(*(bus.request(f"{world.name}.ask", b"q%d" % i, 2) for i in range(20)))
         assert [a.data for a in answers] == [b"Q%d" % i for i in range(20)]
         assert answers[0].headers == {"By": "other"}
+        told = await bus.request(f"{world.name}.ask", b"", 2, {"Told": "so"})
+        assert told.headers == {"By": "other", "Told": "so"}
 
     async def test_a_request_that_nobody_hears_fails_at_once(self, bus: Bus, world: World) -> None:
         start = time.monotonic()
@@ -410,6 +412,18 @@ class TestStreams:
         assert state.bytes == 2 * weight
         with pytest.raises(StreamMissing):
             await bus.stream_state(f"{world.name}-none")
+
+    async def test_what_waits_in_a_queue_was_not_delivered_yet(self, bus: Bus, world: World) -> None:
+        name, consumer, subject = await queue(bus, world)
+        for _ in range(3):
+            await bus.append(subject, b"")
+        assert await bus.waiting(name, consumer) == 3
+        [job] = await bus.pull(name, consumer, 1, 1)
+        assert await bus.waiting(name, consumer) == 2
+        await job.ack()
+        assert await bus.waiting(name, consumer) == 2
+        with pytest.raises(StreamMissing):
+            await bus.waiting(name, "nobody")
 
     async def test_an_emptied_queue_keeps_its_sequence(self, bus: Bus, world: World) -> None:
         name, consumer, subject = await queue(bus, world)

@@ -63,13 +63,13 @@ def test_make_targets_exist() -> None:
 
 
 def test_up_starts_a_fleet_and_ctrl_c_ends_it() -> None:
-    """The block as it stands, but on a free port: somebody may have a server on 4222."""
+    """The block as it stands, but on free ports: somebody may have servers on 4222 and 8000."""
     (code,) = blocks("up")
     (words,) = commands(code)
     with subprocess.Popen(
         words,
         cwd=ROOT,
-        env=environment(TRINE_NATS_URL="embedded:0", TRINE_KV_MEMORY_MB="128"),
+        env=environment(TRINE_NATS_URL="embedded:0", TRINE_PORT="0", TRINE_KV_MEMORY_MB="128"),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -77,7 +77,9 @@ def test_up_starts_a_fleet_and_ctrl_c_ends_it() -> None:
         assert process.stdout is not None
         ready = process.stdout.readline()
         assert re.fullmatch(
-            rf"ready: {DEFAULT_MODEL} at nats://127\.0\.0\.1:\d+ \(1 prefill, 2 decode, 1 drafter\).*\n", ready
+            rf"ready: {DEFAULT_MODEL} at nats://127\.0\.0\.1:\d+ \(1 prefill, 2 decode, 1 drafter\), "
+            r"http://127\.0\.0\.1:\d+/v1; .*\n",
+            ready,
         )
         started = time.monotonic()
         process.send_signal(signal.SIGINT)

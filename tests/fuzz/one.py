@@ -7,11 +7,13 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["shared"]):
-    from tests.fuzz.targets import TARGETS
+    from tests.fuzz.targets import target
+
+    chosen = target(sys.argv[1])
 
 
 def main() -> None:
-    atheris.Setup([sys.argv[0], *sys.argv[2:]], TARGETS[sys.argv[1]].check)
+    atheris.Setup([sys.argv[0], *sys.argv[2:]], chosen.check)
     atheris.Fuzz()
 
 

@@ -12,8 +12,8 @@ pytest.importorskip("atheris", reason="atheris is not installed: it has no wheel
 
 
 @pytest.mark.slow
-def test_every_target_runs() -> None:
-    command = [sys.executable, "-m", "tests.fuzz", "--seconds", "2"]
+def test_targets_of_each_kind_run() -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "--seconds", "1", "bodies", "pages", "host", "weights"]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, check=False, cwd=root, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, check=False, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

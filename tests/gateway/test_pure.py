@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from services.gateway import body, sse
 from services.gateway.config import GatewaySettings
-from services.gateway.fleet import MAX_MODELS, Fleet
+from services.gateway.fleet import Fleet
 from services.gateway.gateway import Gateway
 from services.gateway.keys import OPEN, KeyTable
 from services.gateway.limits import Admission, TokenBucket
@@ -31,6 +31,7 @@ from shared.messages import Beat, Usage
 from shared.sampling.fields import Logprob
 from shared.subjects import Subjects
 from trine.merge import Delta
+from trine.roster import MAX_MODELS
 from trine.submit import prepare
 
 
@@ -93,8 +94,10 @@ class TestRequests:
         [
             ({"n": 5}, "n"),
             ({"messages": [{"role": "user", "content": "x"}] * 4}, "messages"),
-            ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-            ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+            ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+            ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
+            ({"ignore_eos": True, "stop": "x"}, "ignore_eos"),
+            ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
             ({"stream_options": {"include_usage": True}}, "stream_options"),
             ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
             ({"stream": 1}, "stream"),

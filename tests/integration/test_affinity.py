@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
@@ -122,8 +123,10 @@ async def test_a_reply_that_is_lost_ends_in_one_answer() -> None:
         other = rig.workers[OTHER]
         request = other.bus.request
 
-        async def lossy(subject: str, data: bytes, timeout: float) -> Incoming:
-            answer = await request(subject, data, timeout)
+        async def lossy(
+            subject: str, data: bytes, timeout: float, headers: Mapping[str, str] | None = None
+        ) -> Incoming:
+            answer = await request(subject, data, timeout, headers)
             if ".hand." in subject:
                 return Incoming(answer.subject, encode(HandoverReply(taken=False)))
             return answer

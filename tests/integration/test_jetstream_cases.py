@@ -199,7 +199,7 @@ async def test_case_80_a_client_without_nats_and_without_workers(monkeypatch: py
     with nats:
         async with Client(nats.url, MODEL) as client:
             started = time.monotonic()
-            with pytest.raises(UnknownModel, match="nobody serves"):
+            with pytest.raises(UnknownModel, match="no decode worker"):
                 await client.generate(token_ids=prompt(9))
             assert time.monotonic() - started < 3
             async with NatsFleet(nats.url) as rig:

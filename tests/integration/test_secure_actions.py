@@ -72,6 +72,10 @@ PUBLISH: dict[str, tuple[str, ...]] = {
     S.beat("drafter", "drafter-9"): ("drafter",),
     "_INBOX.decode.stolen.1": (),
     "_INBOX.acme.stolen.1": (),
+    # who is there
+    "$SRV.PING": ("operator",),
+    "$SRV.STATS.trine-decode.decode-1": ("operator",),
+    "_INBOX.operator.1": ("prefill", "gateway"),
     # JetStream
     f"{API}STREAM.NAMES": ("decode", "gateway", "operator", "default", "acme", "globex"),
     f"{API}INFO": ("operator",),
@@ -141,6 +145,10 @@ SUBSCRIBE: dict[str, tuple[str, ...]] = {
     S.drop: WORKERS,
     S.dropped("order"): ("operator",),
     S.beats: (*WORKERS, "drafter", "gateway", "operator"),
+    "$SRV.*": (*WORKERS, "drafter", "gateway"),
+    "$SRV.>": (*WORKERS, "drafter", "gateway"),  # whoever may hear `$SRV.*`; only operators speak there
+    **{f"$SRV.*.trine-{role}": (role,) for role in (*WORKERS, "drafter", "gateway")},
+    **{f"$SRV.*.trine-{role}.*": (role,) for role in (*WORKERS, "drafter", "gateway")},
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from shared.actor import RETRY_S
 from shared.bus.base import Bus, Incoming
 from shared.codec import encode
 from shared.config import DEFAULT_MODEL
@@ -79,6 +81,10 @@ async def test_what_a_tenant_missed_is_told(rig: SecureFleet, secure: Secure, mo
     await asyncio.gather(
         ask(secure, "globex", about=150, count=3), ask(secure, "gateway", "globex", about=150, count=3)
     )
+    async with secure.client("globex") as client:
+        for _ in range(2):
+            await client.generate(token_ids=list(range(150, 150 + LENGTH)), max_tokens=3)
+        assert client._connected().counters["denied"] == 1, "the first refusal tells that it may not read the events"
 
 
 async def test_cancelling_and_models_that_nobody_serves(rig: SecureFleet, secure: Secure) -> None:
@@ -130,7 +136,9 @@ async def test_who_comes_first_waits_and_a_restarted_server_gets_its_streams_bac
         await asyncio.sleep(0.3)
         assert not first.done()
         await rig.decode()
+        began = time.monotonic()
         await first
+        assert time.monotonic() - began < RETRY_S + 1.0, "its wait ends soon after there is a decode worker"
         assert (await ask(secure, "acme", about=300)).served_by.prefill == ["prefill-1"]
         secure.server.kill()
         await secure.server.start_async()

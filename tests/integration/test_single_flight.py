@@ -401,13 +401,23 @@ def server() -> Iterator[EmbeddedNats]:
 
 
 @pytest.mark.parametrize("prefill", [0, 2])
-async def test_on_a_real_server(server: EmbeddedNats, prefill: int) -> None:
+async def test_on_a_real_server(server: EmbeddedNats, prefill: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block once, while nobody's patience ends: with the log, with who computes, with word of what is stored.
+
+    Beyond that everybody computes for themselves. A machine that stalls for half a second gets there, so here all have
+    more patience than it may need.
+    """
+    monkeypatch.setattr("shared.cache.claim_log.DEADLINE_S", 20.0)
+    monkeypatch.setattr("shared.cache.claim_log.SETTLE_S", 5.0)
+    monkeypatch.setattr("services.prefill.loading.CLAIM_PATIENCE_S", 30.0)
+    patient = {"prefill_patience_s": 30.0, "peer_timeout_s": 30.0}
     spare = [await NatsBus.connect(server.url, name="rig", wait=5) for _ in range(2 * (4 + prefill) + 1)]
     async with NatsRig(spare) as rig:
-        await prefillers(rig, prefill, step_s=0.05, max_jobs=2)
-        await decoders(rig, 4, step_s=0.05)
+        await prefillers(rig, prefill, step_s=0.05, max_jobs=2, **patient)
+        await decoders(rig, 4, step_s=0.05, **patient)
         assert right(await ask(rig, 4))
         workers = list(rig.workers.values())
+        assert all(total(workers, limit) == 0 for limit in ("claims_failed", "claims_given_up", "claims_taken_over"))
         assert total(workers) == PREFIX + 4 * TAIL
         assert total(workers, "claims_joined") > 0
         await no_claim_is_left(rig)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
 from shared.bus.embedded import EmbeddedNats
 from shared.bus.nats import NatsBus
 from shared.messages import Sampling
+from tests.commands import Run, run, start
 from tests.fakes import FakeDecode
 
 pytestmark = pytest.mark.anyio
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = "what is the capital of France"
 
 
@@ -35,34 +32,6 @@ async def fake(nats: EmbeddedNats) -> AsyncIterator[FakeDecode]:
     async with FakeDecode(bus) as fake:
         yield fake
     await bus.close()
-
-
-class Run:
-    """A command that has ended."""
-
-    def __init__(self, code: int, out: bytes, err: bytes) -> None:
-        self.code, self.out, self.err = code, out.decode(), err.decode()
-        assert "Traceback" not in self.err + self.out
-
-
-async def start(*arguments: str, **env: str) -> asyncio.subprocess.Process:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TRINE_")}
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "trine.cli", *arguments),
-        cwd=ROOT,
-        env={**clean, "COLUMNS": "200", **env},
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-
-
-async def run(*arguments: str, stdin: str = "", **env: str) -> Run:
-    process = await start(*arguments, **env)
-    async with asyncio.timeout(60):
-        out, err = await process.communicate(stdin.encode())
-    return Run(process.returncode or 0, out, err)
 
 
 async def ask(nats: EmbeddedNats, *arguments: str, stdin: str = "") -> Run:
@@ -128,7 +97,7 @@ async def test_settings_come_from_the_environment_too(nats: EmbeddedNats, fake: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hi", "--model", "nope"], "trine: nobody serves model 'nope'; served here: fake"),
+        (["hi", "--model", "nope"], "trine: no decode worker for model 'nope'; running: fake"),
         (["hi", "--temperature", "-1"], "trine: temperature: Input should be greater than or equal to 0"),
         (["hi", "--priority", "urgent"], "trine: priority: one of high, normal, low"),
         (["hi", "--raw", "--system", "x"], "trine: --system needs a chat; leave out --raw"),

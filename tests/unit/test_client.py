@@ -326,7 +326,7 @@ async def test_a_full_queue_is_overloaded_at_once(broker: MemoryBroker, client: 
 async def test_an_unknown_model_names_those_that_are_served(broker: MemoryBroker, client: Client) -> None:
     async with FakeDecode(MemoryBus(broker)):
         started = time.monotonic()
-        with pytest.raises(UnknownModel, match=r"'nope'.*served here: fake") as caught:
+        with pytest.raises(UnknownModel, match=r"'nope'.*running: fake") as caught:
             await client.generate(TEXT, model="nope")
         assert time.monotonic() - started < 2.0
         assert caught.value.field == "model"

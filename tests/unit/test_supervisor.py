@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +60,13 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
     original = sys.modules["trine.process"].python
-    monkeypatch.setattr("trine.process.python", lambda *_: [*original()[:-1], "-P", str(script)])
+
+    def python(*arguments: str) -> list[str]:
+        if arguments[-1] == "services.gateway":
+            return original(*arguments)
+        return [*original()[:-1], "-P", str(script)]
+
+    monkeypatch.setattr("trine.process.python", python)
 
 
 def fleet(act: str = "", **counts: int) -> Fleet:
@@ -203,7 +213,8 @@ def test_cores_are_shared_out_unless_somebody_chose(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"counts": {"gateway": 1}}, "no such role: gateway"),
+        ({"counts": {"encode": 1}}, "no such role: encode"),
+        ({"counts": {"gateway": 2}, "env": {"TRINE_PORT": "65535"}}, "no port with room for 2"),
         ({"counts": {"decode": 1}, "nats": "embedded:x"}, "'x' is no port"),
         ({"counts": {"decode": 1}, "env": {"TRINE_BLOCK_SIZE": "0"}}, "TRINE_BLOCK_SIZE"),
         ({"counts": {"decode": 1}, "env": {"TRINE_DRAFT_DEPTH": "many"}}, "TRINE_DRAFT_DEPTH"),
@@ -219,3 +230,30 @@ def test_a_taken_port_is_said_at_once(workers: None) -> None:
         port = running.url.rsplit(":", 1)[1]
         with pytest.raises(Unavailable, match="address already in use"):
             Fleet({"decode": 1}, nats=f"embedded:{port}").start()
+
+
+def test_gateways_have_ports_of_their_own_and_come_back(workers: None) -> None:
+    env = {"TRINE_MODEL_NAME": "fake", "TRINE_PORT": str(two_free_ports())}
+    with Fleet({"decode": 1, "gateway": 2}, env=env) as running:
+        running.wait_ready(30)
+        assert len(set(running.gateways)) == 2 and set(running.pids()) == {"decode-1", "gateway-1", "gateway-2"}
+        for url in running.gateways:
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
+                assert json.load(response)["data"][0]["id"] == "fake"
+        killed = running.kill("gateway-1")
+        until(lambda: running.pids().get("gateway-1", killed) != killed)
+        running.wait_ready(30)
+        assert running.restarts()["gateway-1"] == 1
+        with pytest.raises(ConfigError, match=r"cannot listen on .* another --port, or --gateway 0"):
+            Fleet({"gateway": 1}, env=env)
+
+
+def two_free_ports() -> int:
+    """The first of them."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return port

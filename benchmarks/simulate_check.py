@@ -1,0 +1,129 @@
+"""The simulation against real fleets of one and two workers: `python -m benchmarks.simulate --check`.
+
+The same prompts are asked of both. The machine should be quiet: the simulation knows of no neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.simulate_costs import Costs
+from benchmarks.simulate_fleet import Fleet as Simulated
+from benchmarks.simulate_world import Load, Result, Shape
+from trine.client import Client
+from trine.supervisor import Fleet
+
+READY_S, ANSWER_S = 240.0, 300.0
+MOST_ERROR = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    counts: Mapping[str, int]
+    load: Load
+    judged: tuple[str, ...] = ("tokens_per_s",)
+
+    @property
+    def shape(self) -> Shape:
+        counts = self.counts
+        return Shape(counts.get("prefill", 0), counts.get("decode", 0), counts.get("drafter", 0))
+
+
+CASES = (
+    Case("1 decode, 4 chats at once", {"decode": 1}, Load(16, 64, 48, concurrency=4), ("tokens_per_s", "tpot_ms")),
+    Case("2 decode, 8 chats at once", {"decode": 2}, Load(24, 64, 48, concurrency=8), ("tokens_per_s", "tpot_ms")),
+    Case("1 prefill + 1 decode, long prompts", {"prefill": 1, "decode": 1}, Load(10, 768, 24, concurrency=2)),
+    Case("2 prefill + 1 decode, long prompts", {"prefill": 2, "decode": 1}, Load(12, 768, 24, concurrency=3)),
+    Case("the same prefix again", {"prefill": 1, "decode": 1}, Load(16, 768, 16, concurrency=2, shared=0.9)),
+    Case("1 decode + 1 drafter, 1 chat", {"decode": 1, "drafter": 1}, Load(6, 64, 96, concurrency=1)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    tokens_per_s: float
+    ttft_ms: float
+    tpot_ms: float
+    acceptance: float | None
+
+
+def check(costs: Costs, rounds: int, say: Callable[[str], None], share: float = 1.0) -> dict[str, Any]:
+    """`share` of each load's requests, for a look whether it works."""
+    rows: dict[str, Any] = {}
+    for case in CASES:
+        requests = max(round(case.load.requests * share), case.load.concurrency)
+        load = replace(case.load, requests=requests)
+        reals = asyncio.run(_real(case, load, rounds))
+        known = [r.acceptance for r in reals if r.acceptance is not None]
+        given = replace(costs, acceptance=statistics.median(known)) if known else costs
+        rows[case.name] = row = compared(reals, Simulated(case.shape, given).run(load))
+        for name, pair in row.items():
+            bar = "" if name in case.judged else ", not judged"
+            say(f"{case.name}: {name} real {pair['real']:.1f}, simulated {pair['simulated']:.1f} "
+                f"({pair['error']:+.0%}{bar})")  # fmt: skip
+    worst = max(abs(rows[case.name][name]["error"]) for case in CASES for name in case.judged)
+    return {"rows": rows, "worst_error": worst, "passed": worst < MOST_ERROR}
+
+
+def compared(reals: list[Real], result: Result) -> dict[str, dict[str, float]]:
+    """By measure: medians of the rounds, what was simulated, and its error."""
+    said = {
+        "tokens_per_s": result.tokens_per_s,
+        "ttft_ms": statistics.median(result.ttft_s) * 1e3,
+        "tpot_ms": statistics.median(result.tpot_s) * 1e3,
+    }
+    found = {}
+    for name, simulated in said.items():
+        real = statistics.median(getattr(r, name) for r in reals)
+        found[name] = {"real": real, "simulated": simulated, "error": simulated / real - 1.0}
+    return found
+
+
+async def _real(case: Case, load: Load, rounds: int) -> list[Real]:
+    """Each round asks prompts that no other has."""
+    with Fleet(case.counts, env={"TRINE_THREADS": "1"}) as fleet:
+        await asyncio.to_thread(fleet.wait_ready, READY_S)
+        async with Client(fleet.url, fleet.model) as client:
+            await _run(client, Load(2, 320, 16, concurrency=1, seed=99))
+            return [await _run(client, replace(load, seed=load.seed + 10 * turn)) for turn in range(rounds)]
+
+
+async def _run(client: Client, load: Load) -> Real:
+    left = list(reversed(load.prompts()))
+    ttft: list[float] = []
+    tpot: list[float] = []
+    drafted = accepted = 0
+
+    async def one(prompt: tuple[int, ...]) -> None:
+        nonlocal drafted, accepted
+        asked = time.perf_counter()
+        first = last = 0.0
+        stream = client.stream(token_ids=list(prompt), max_tokens=load.output, min_tokens=load.output, temperature=0.0)
+        async for _ in stream:
+            last = time.perf_counter()
+            first = first or last
+        ttft.append(first - asked)
+        tpot.append((last - first) / (load.output - 1))
+        drafted += stream.completion.usage.drafted_tokens
+        accepted += stream.completion.usage.accepted_tokens
+
+    async def asker() -> None:
+        while left:
+            await one(left.pop())
+
+    started = time.perf_counter()
+    async with asyncio.timeout(ANSWER_S):
+        await asyncio.gather(*(asker() for _ in range(load.concurrency)))
+    seconds = time.perf_counter() - started
+    return Real(
+        load.requests * load.output / seconds,
+        statistics.median(ttft) * 1e3,
+        statistics.median(tpot) * 1e3,
+        accepted / drafted if drafted else None,
+    )

@@ -1,0 +1,82 @@
+"""The process that compiles forms: what it takes too much for, what it does not survive, what is kept of its work."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from shared.errors import InvalidField
+from shared.messages import Guided
+from shared.sampling.grammars import Grammars
+from shared.sampling.guide import Guide
+from tests import tiny_models
+from tests.letters import EOS, TABLE, ids
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
+
+PERSON = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+MANY: dict[str, Any] = {
+    "json_schema": {
+        "type": "object",
+        "properties": {f"p{n}": {"type": "string"} for n in range(400)},
+        "minProperties": 100,
+        "maxProperties": 150,
+    }
+}
+"""The compiler needs longer for it than anybody waits."""
+MUCH = {"grammar": 'root ::= (("a"{0,1000}){0,1000}){0,1000}'}
+"""Soon compiled, and then each token costs more than the one before."""
+
+
+async def made(grammars: Grammars, **form: Any) -> Guide:
+    return await grammars.guide(Guided(**form), banned=(), min_tokens=0)
+
+
+async def refused(grammars: Grammars, **form: Any) -> InvalidField:
+    with pytest.raises(InvalidField) as caught:
+        await made(grammars, **form)
+    assert caught.value.field == f"guided.{next(iter(form))}"
+    return caught.value
+
+
+async def longest_pause(until: asyncio.Event) -> float:
+    """How long the event loop did nothing else, at most."""
+    longest, last = 0.0, time.monotonic()
+    while not until.is_set():
+        await asyncio.sleep(0.005)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    return longest
+
+
+async def test_hostile_forms_cost_the_compiler_and_nobody_else() -> None:
+    grammars = Grammars(TABLE, tiny_models.VOCAB, {EOS}, cpu_s=1.0)
+    done = asyncio.Event()
+    watch = asyncio.create_task(longest_pause(done))
+    try:
+        guide = await made(grammars, json_schema=PERSON)
+        first = grammars.process_id
+        assert first is not None
+        assert "too much" in (await refused(grammars, **MANY)).message
+        assert guide.take(ids('{"n":1}')) == 7 and guide.ended  # what was made before goes on
+        started = time.monotonic()
+        assert "too much" in (await refused(grammars, **MANY)).message
+        assert time.monotonic() - started < 1.0  # it was not tried again
+        assert "nothing" in (await refused(grammars, json_schema={"type": "nothing"})).message
+        assert grammars.process_id not in (None, first)
+        await refused(grammars, **MUCH)
+        if (process := grammars.process_id) is not None:
+            os.kill(process, signal.SIGKILL)
+        both = await asyncio.gather(*(made(grammars, choice=["a", "b"]) for _ in range(2)))
+        assert [one.take(ids("a")) for one in both] == [1, 1]
+        assert (await made(grammars, json_schema=PERSON)).take(ids('{"n"')) == 4  # kept from the first time
+        done.set()
+        assert await watch < 1.0
+    finally:
+        done.set()
+        await grammars.close()
+    assert grammars.process_id is None
