@@ -73,7 +73,7 @@ class Server:
 
 TRINE: Mapping[Variant, tuple[Mapping[str, int], Mapping[str, str]]] = {
     "default": ({"prefill": 1, "decode": 1}, {}),
-    "tuned": ({"decode": 1}, {"TRINE_STEP_TOKENS": "36"}),
+    "tuned": ({"decode": 1}, {"TRINE_STEP_TOKENS": "52"}),
 }
 """Workers, and their settings. Tuned: one worker on all cores, that computes a long prompt in small pieces beside what
 it generates; two workers on two cores would have one each, also while the other has nothing to do."""
@@ -171,7 +171,10 @@ def llama_cpp(variant: Variant, options: argparse.Namespace) -> Iterator[Server]
 
 # transformers
 
-TRANSFORMERS: Mapping[Variant, Sequence[str]] = {"default": (), "tuned": ("--continuous-batching",)}
+TRANSFORMERS: Mapping[Variant, Sequence[str]] = {
+    "default": (),
+    "tuned": ("--continuous-batching", "--cb-max-memory-percent", "0.1"),
+}
 
 
 @contextmanager

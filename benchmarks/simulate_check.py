@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,12 +36,28 @@ class Case:
 
 
 CASES = (
-    Case("1 decode, 4 chats at once", {"decode": 1}, Load(16, 64, 48, concurrency=4), ("tokens_per_s", "tpot_ms")),
-    Case("2 decode, 8 chats at once", {"decode": 2}, Load(24, 64, 48, concurrency=8), ("tokens_per_s", "tpot_ms")),
-    Case("1 prefill + 1 decode, long prompts", {"prefill": 1, "decode": 1}, Load(10, 768, 24, concurrency=2)),
-    Case("2 prefill + 1 decode, long prompts", {"prefill": 2, "decode": 1}, Load(12, 768, 24, concurrency=3)),
-    Case("the same prefix again", {"prefill": 1, "decode": 1}, Load(16, 768, 16, concurrency=2, shared=0.9)),
-    Case("1 decode + 1 drafter, 1 chat", {"decode": 1, "drafter": 1}, Load(6, 64, 96, concurrency=1)),
+    Case(
+        "1 decode, 4 chats at once",
+        {"decode": 1},
+        Load(16, 64, 48, concurrency=4, spread=0.5),
+        ("tokens_per_s", "tpot_ms"),
+    ),
+    Case(
+        "2 decode, 8 chats at once",
+        {"decode": 2},
+        Load(24, 64, 48, concurrency=8, spread=0.5),
+        ("tokens_per_s", "tpot_ms"),
+    ),
+    Case(
+        "1 prefill + 1 decode, long prompts", {"prefill": 1, "decode": 1}, Load(10, 768, 24, concurrency=2, spread=0.5)
+    ),
+    Case(
+        "2 prefill + 1 decode, long prompts", {"prefill": 2, "decode": 1}, Load(12, 768, 24, concurrency=3, spread=0.5)
+    ),
+    Case(
+        "the same prefix again", {"prefill": 1, "decode": 1}, Load(16, 768, 16, concurrency=2, shared=0.9, spread=0.5)
+    ),
+    Case("1 decode + 1 drafter, 1 chat", {"decode": 1, "drafter": 1}, Load(6, 64, 96, concurrency=1, spread=0.5)),
 )
 
 
@@ -53,21 +69,37 @@ class Real:
     acceptance: float | None
 
 
-def check(costs: Costs, rounds: int, say: Callable[[str], None], share: float = 1.0) -> dict[str, Any]:
-    """`share` of each load's requests, for a look whether it works."""
+def check(costs: Costs, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Real fleets with the default model."""
+    return _checked(CASES, lambda case: _real(case, case.load, rounds), lambda case: case.shape, costs, say)
+
+
+def check_paced(costs: Costs, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Real workers whose engines only take their time."""
+    from benchmarks import simulate_paced as paced
+
+    given = paced.paced(costs)
+    return _checked(paced.CASES, lambda case: paced.real(case, case.load, rounds, given), paced.shape, given, say)
+
+
+def _checked(
+    cases: Sequence[Case],
+    real: Callable[[Case], Coroutine[Any, Any, list[Real]]],
+    shape: Callable[[Case], Shape],
+    costs: Costs,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
     rows: dict[str, Any] = {}
-    for case in CASES:
-        requests = max(round(case.load.requests * share), case.load.concurrency)
-        load = replace(case.load, requests=requests)
-        reals = asyncio.run(_real(case, load, rounds))
+    for case in cases:
+        reals = asyncio.run(real(case))
         known = [r.acceptance for r in reals if r.acceptance is not None]
         given = replace(costs, acceptance=statistics.median(known)) if known else costs
-        rows[case.name] = row = compared(reals, Simulated(case.shape, given).run(load))
+        rows[case.name] = row = compared(reals, Simulated(shape(case), given).run(case.load))
         for name, pair in row.items():
             bar = "" if name in case.judged else ", not judged"
             say(f"{case.name}: {name} real {pair['real']:.1f}, simulated {pair['simulated']:.1f} "
                 f"({pair['error']:+.0%}{bar})")  # fmt: skip
-    worst = max(abs(rows[case.name][name]["error"]) for case in CASES for name in case.judged)
+    worst = max(abs(rows[case.name][name]["error"]) for case in cases for name in case.judged)
     return {"rows": rows, "worst_error": worst, "passed": worst < MOST_ERROR}
 
 
@@ -90,39 +122,40 @@ async def _real(case: Case, load: Load, rounds: int) -> list[Real]:
     with Fleet(case.counts, env={"TRINE_THREADS": "1"}) as fleet:
         await asyncio.to_thread(fleet.wait_ready, READY_S)
         async with Client(fleet.url, fleet.model) as client:
-            await _run(client, Load(2, 320, 16, concurrency=1, seed=99))
-            return [await _run(client, replace(load, seed=load.seed + 10 * turn)) for turn in range(rounds)]
+            await asked(client, Load(2, 320, 16, concurrency=1, seed=99))
+            return [await asked(client, replace(load, seed=load.seed + 10 * turn)) for turn in range(rounds)]
 
 
-async def _run(client: Client, load: Load) -> Real:
-    left = list(reversed(load.prompts()))
+async def asked(client: Client, load: Load) -> Real:
+    """The load, asked of a running fleet."""
+    left = list(reversed(list(zip(load.prompts(), load.outputs(), strict=True))))
     ttft: list[float] = []
     tpot: list[float] = []
     drafted = accepted = 0
 
-    async def one(prompt: tuple[int, ...]) -> None:
+    async def one(prompt: tuple[int, ...], output: int) -> None:
         nonlocal drafted, accepted
-        asked = time.perf_counter()
+        began = time.perf_counter()
         first = last = 0.0
-        stream = client.stream(token_ids=list(prompt), max_tokens=load.output, min_tokens=load.output, temperature=0.0)
+        stream = client.stream(token_ids=list(prompt), max_tokens=output, min_tokens=output, temperature=0.0)
         async for _ in stream:
             last = time.perf_counter()
             first = first or last
-        ttft.append(first - asked)
-        tpot.append((last - first) / (load.output - 1))
+        ttft.append(first - began)
+        tpot.append((last - first) / (output - 1))
         drafted += stream.completion.usage.drafted_tokens
         accepted += stream.completion.usage.accepted_tokens
 
     async def asker() -> None:
         while left:
-            await one(left.pop())
+            await one(*left.pop())
 
     started = time.perf_counter()
     async with asyncio.timeout(ANSWER_S):
         await asyncio.gather(*(asker() for _ in range(load.concurrency)))
     seconds = time.perf_counter() - started
     return Real(
-        load.requests * load.output / seconds,
+        sum(load.outputs()) / seconds,
         statistics.median(ttft) * 1e3,
         statistics.median(tpot) * 1e3,
         accepted / drafted if drafted else None,

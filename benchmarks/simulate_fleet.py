@@ -125,8 +125,8 @@ class Fleet:
     # Running
 
     def run(self, load: Load) -> Result:
-        prompts = load.prompts()
-        requests = [Request(f"r{i}", prompt, load.output, 0.0) for i, prompt in enumerate(prompts)]
+        asked = zip(load.prompts(), load.outputs(), strict=True)
+        requests = [Request(f"r{i}", prompt, output, 0.0) for i, (prompt, output) in enumerate(asked)]
         if load.rate:
             for request, at in zip(requests, load.arrivals(), strict=True):
                 self.clock.after(at, lambda request=request: self._ask(request))  # type: ignore[misc]

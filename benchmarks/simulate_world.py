@@ -48,7 +48,8 @@ class Shape:
 class Load:
     """`requests` in all: `concurrency` at a time, or `rate` a second at random moments.
 
-    The first `shared` of a prompt's tokens are those of one of `groups` prefixes; the rest is its own.
+    The first `shared` of a prompt's tokens are those of one of `groups` prefixes; the rest is its own. Answers have
+    `output` tokens, give or take up to the share `spread` of them: of one length, they would all end at once.
     """
 
     requests: int
@@ -59,6 +60,13 @@ class Load:
     shared: float = 0.0
     groups: int = 1
     seed: int = 0
+    spread: float = 0.0
+
+    def outputs(self) -> list[int]:
+        draw = Random(self.seed + 2)
+        return [
+            max(round(self.output * (1 + draw.uniform(-self.spread, self.spread))), 1) for _ in range(self.requests)
+        ]
 
     def prompts(self) -> list[tuple[int, ...]]:
         """The same for the same load, wherever they are asked."""

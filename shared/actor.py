@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import secrets
 import time
@@ -22,7 +21,7 @@ from shared import tracing
 from shared.bus.base import Bus, ConsumerSpec, Incoming, StreamSpec
 from shared.codec import decode, encode
 from shared.config import Settings
-from shared.errors import BadMessage, BusDisconnected, BusError, ConfigError, RequestError
+from shared.errors import BadMessage, BusError, ConfigError, RequestError
 from shared.messages import MAX_COUNTERS, Beat, Identity, Load
 from shared.micro import Micro, Report
 from shared.peers import Peers, stays
@@ -118,7 +117,7 @@ class Actor:
             await self.ensure_streams()
             self.bus.on_reconnect(self.ensure_streams)
             await self.bus.subscribe(self.subjects.beats, self._on_beat)
-            await self._be_found()
+            await Micro(self.bus, self.role, self.worker, self._report).start()
             await self._join()
             await self.setup()
             async with anyio.create_task_group() as group:
@@ -134,10 +133,6 @@ class Actor:
             self.log.info("stopped")
         finally:
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _be_found(self) -> None:
-        with contextlib.suppress(BusDisconnected):
-            await Micro(self.bus, self.role, self.worker, self._report).start()
 
     def _report(self) -> Report:
         beat = self.beat()

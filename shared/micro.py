@@ -57,14 +57,18 @@ class Micro:
         self._role = role
         self._id = token(name)
         self._report = report
+        self._left = list(service_subjects(role, self._id))
         self._started = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         self._answers = {"PING": self.ping, "INFO": self.info, "STATS": self.stats}
 
     async def start(self) -> None:
-        """Raises BusDisconnected. Where NATS does not let this user be found, it is not found, and all else goes on."""
+        """Raises BusDisconnected; call it again then. Where NATS does not let this user be found, it is not found, and
+        all else goes on.
+        """
         try:
-            for subject in service_subjects(self._role, self._id):
-                await self._bus.subscribe(subject, self._on_ask)
+            while self._left:
+                await self._bus.subscribe(self._left[0], self._on_ask)
+                self._left.pop(0)
         except PermissionDenied as error:
             log.info("not to be found by `nats micro`", reason=error.message)
 

@@ -128,22 +128,27 @@ class HttpTarget:
             record.error = "empty"
 
     async def _exchange(self, request: bytes, handle: Callable[[bytes, float], None]) -> None:
-        """A kept connection may have been closed by the server meanwhile; then another one is made."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
+        """A kept connection may have been closed by the server meanwhile; then the request goes out on another one."""
+        while True:
+            kept = self._kept()
+            connection = kept or await self._connect()
+            try:
+                await connection.exchange(request, handle)
                 break
-        else:
-            connection = await self._connect()
-        try:
-            await connection.exchange(request, handle)
-        except BaseException:
-            connection.close()
-            raise
-        if connection.usable:
-            self._idle.append(connection)
-        else:
-            connection.close()
+            except (HttpError, OSError):
+                if kept is None or connection.parser.begun:
+                    raise
+            finally:
+                if connection.usable and connection.parser.done:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+
+    def _kept(self) -> _Connection | None:
+        while self._idle:
+            if (connection := self._idle.pop()).usable:
+                return connection
+        return None
 
     async def _connect(self) -> _Connection:
         context = ssl.create_default_context() if self._secure else None

@@ -18,6 +18,8 @@ class StreamParser:
     """
 
     def __init__(self) -> None:
+        self.begun = False
+        """Something has come."""
         self.done = False
         self.reusable = False
         """Another request may follow on this connection."""
@@ -29,6 +31,7 @@ class StreamParser:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Data of the events that are complete now."""
+        self.begun = True
         self._raw += data
         if self._in_head:
             if (end := self._raw.find(b"\r\n\r\n")) < 0:

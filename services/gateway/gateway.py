@@ -103,10 +103,11 @@ class Gateway:
         try:
             if self._bus is None:
                 self._bus = await NatsBus.connect(self.settings.nats_url, name=self.name, login=self._login)
+            micro = Micro(self._bus, "gateway", self.name, self._report)
             while True:
                 with contextlib.suppress(BusError):
+                    await micro.start()
                     await self._bus.subscribe(ALL_BEATS, self._on_beat)
-                    await Micro(self._bus, "gateway", self.name, self._report).start()
                     break
                 await asyncio.sleep(RETRY_S)
         except ConfigError as error:

@@ -30,16 +30,8 @@ _OPTIONS: dict[str, Any] = {
     "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}},
     "additionalProperties": False,
 }
-_STOP: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-        {
-            "type": "array",
-            "maxItems": MAX_STOPS,
-            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-        },
-    ]
-}
+_STOP_TEXT: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOP: dict[str, Any] = {"anyOf": [_STOP_TEXT, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP_TEXT}]}
 _PROMPT: dict[str, Any] = {
     "anyOf": [
         {"type": "string", "minLength": 1},

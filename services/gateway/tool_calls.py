@@ -21,6 +21,8 @@ from shared.messages.tools import arguments_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ARGUMENTS = ("arguments", "parameters")
+MAX_GAP = 1024
+"""White space that is longer is content: what is held back is looked at again with each piece."""
 _IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _JSON = json.JSONDecoder()
@@ -67,7 +69,7 @@ class ToolCallParser:
         pieces: list[Piece] = []
         if self._body is not None:
             self._finish(pieces, self._text)
-        elif not (_blank(self._text) and self._fresh and self.calls):
+        elif not (self._fresh and self.calls and _is_gap(self._text)):
             self._show(pieces, self._text)
         return pieces
 
@@ -77,9 +79,9 @@ class ToolCallParser:
             return self._read_content(pieces)
         if not self._body:
             start = _SPACE.match(self._text).end()  # type: ignore[union-attr]
-            if start == len(self._text):
+            if start == len(self._text) <= MAX_GAP:
                 return False
-            if self._text[start] not in "{[":
+            if start > MAX_GAP or self._text[start] not in "{[":
                 self._body = None
                 self._show(pieces, OPEN)
                 return True
@@ -88,7 +90,7 @@ class ToolCallParser:
     def _read_content(self, pieces: list[Piece]) -> bool:
         before, tag, rest = self._text.partition(OPEN)
         if tag:
-            if _blank(before) and self._fresh:
+            if self._fresh and _is_gap(before):
                 self._gap = before
             else:
                 self._show(pieces, before)
@@ -96,7 +98,7 @@ class ToolCallParser:
             return True
         keep = _begun(before, OPEN)
         shown, self._text = before[: len(before) - keep], before[len(before) - keep :]
-        if _blank(shown) and self._fresh:
+        if self._fresh and _is_gap(shown):
             self._text = before
         else:
             self._show(pieces, shown)
@@ -148,8 +150,8 @@ class ToolCallParser:
             self._gap, self._fresh = "", False
 
 
-def _blank(text: str) -> bool:
-    return _after_space(text, 0) == len(text)
+def _is_gap(text: str) -> bool:
+    return _after_space(text, 0) == len(text) <= MAX_GAP
 
 
 def _begun(text: str, tag: str) -> int:

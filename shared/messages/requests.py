@@ -81,6 +81,13 @@ class Generate(Message):
     deadline_ms: Annotated[int, Field(ge=1, le=MAX_NUMBER)] | None = None
     """Give up this long after the request was queued; the worker's default when unset."""
 
+    @field_validator("tools")
+    @classmethod
+    def _of_a_chat(cls, value: list[Tool] | None, info: ValidationInfo) -> list[Tool] | None:
+        if value is not None and info.data.get("messages", value) is None:
+            raise ValueError("only with messages")
+        return value
+
     @field_validator("stop")
     @classmethod
     def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
@@ -111,8 +118,6 @@ class Generate(Message):
         given = [n for n in ("prompt", "messages", "token_ids") if getattr(self, n) is not None]
         if len(given) > 1:
             raise ValueError(f"give one of prompt, messages, token_ids, not {' and '.join(given)}")
-        if self.tools is not None and self.messages is None:
-            raise ValueError("tools need messages")
         self.sampling  # noqa: B018 - validates the sampling fields with their own bounds
         return self
 

@@ -1,117 +1,149 @@
-"""The forms that a worker's requests ask for: compiled apart, once, and kept as long as there is room.
+"""The forms that a worker's requests ask for: compiled and followed apart, kept as long as there is room. No torch.
 
-Nothing is started or loaded before the first request asks for a form. torch is loaded with xgrammar, then.
+Nothing is started before the first request asks for a form.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import itertools
 import time
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
+import numpy as np
 import structlog
 
 from shared.errors import InvalidField, Unavailable
 from shared.messages import Guided
-from shared.sampling.grammar_frames import packed, receive, send
-from shared.sampling.guide import Guide
+from shared.sampling.grammar_link import Died, Link
+from shared.sampling.guide import Guide, Masks
 
-if TYPE_CHECKING:
-    import xgrammar
-
-    from shared.sampling.grammar import Vocabulary
-
-START_S = 60.0
 CPU_S = 3.0
 """Processor time for one form."""
-COMPILE_S = 15.0
-"""Longest time for one form, where the machine is busy."""
 WAIT_S = 30.0
 """A request waits no longer for its form, those that are compiled before it included."""
-CACHE_BYTES = 128 << 20
+CACHE_BYTES = 64 << 20
 REFUSED_S = 60.0
 """A form that could not be had is not tried again for so long."""
+TOLD = 4096
+"""Tokens in one question."""
 
 log = structlog.get_logger()
 
 
-class Compiler:
-    """A `grammar_compiler` process, started when it is needed and after it has died. Blocking; one thread at a time."""
+class Links:
+    """The `Link` in use. Blocking."""
 
     def __init__(self, table: Sequence[bytes], vocab_size: int, eos_ids: Collection[int], cpu_s: float) -> None:
-        self._begin = packed([list(table), vocab_size, sorted(eos_ids), cpu_s])
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def compile(self, guided: Guided) -> str:
-        """The serialised grammar. Raises InvalidField for a form that cannot be had, Unavailable without a compiler."""
-        field = f"guided.{guided.kind}"
-        if self._process is not None and self._process.poll() is not None:
-            self.close()  # it died while nobody asked for anything
-        try:
-            process = self._process or self._started()
-        except (OSError, EOFError, TimeoutError) as error:
-            self.close()
-            raise Unavailable(f"the compiler of forms does not start: {error!r}") from error
-        try:
-            answer = self._asked(process, packed(guided.canonical), COMPILE_S)
-        except (OSError, EOFError, TimeoutError):
-            self.close()
-            raise InvalidField(f"{field}: it takes too much time or memory to compile", field=field) from None
-        if "error" in answer:
-            raise InvalidField(f"{field}: {answer['error']}", field=field)
-        return str(answer["grammar"])
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        # What it has to do with needs no secrets.
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TRINE_")} | {"OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shared.sampling.grammar_compiler"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
-        self._asked(self._process, self._begin, START_S)
-        return self._process
-
-    def _asked(self, process: subprocess.Popen[bytes], question: bytes, within: float) -> dict[str, Any]:
-        assert process.stdin is not None and process.stdout is not None
-        deadline = time.monotonic() + within
-        send(process.stdin.fileno(), question, deadline)
-        answer = receive(process.stdout.fileno(), deadline)
-        if not isinstance(answer, dict):
-            raise EOFError("no answer")
-        return answer
+        self._of = (table, vocab_size, eos_ids, cpu_s)
+        self._link: Link | None = None
+        self.ended: deque[int] = deque()
+        """Guides that nobody has any more."""
+        self.names = itertools.count()
+        self.words = -(-vocab_size // 32)
 
     @property
     def process_id(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._link is None else self._link.process_id
+
+    def link(self) -> Link:
+        """Raises Unavailable. One thread at a time."""
+        if self._link is not None and not self._link.alive:
+            self.close()
+        try:
+            self._link = self._link or Link(*self._of)
+        except (OSError, Died) as error:
+            raise Unavailable(f"the compiler of forms does not start: {error!r}") from error
+        return self._link
+
+    def following(self) -> Link:
+        """Raises Unavailable: a step does not wait for another one to start."""
+        if self._link is None:
+            raise Unavailable("the follower of forms is gone")
+        return self._link
 
     def close(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+
+class ApartGuide:
+    """Implements `Guide`, by asking who follows the form. Its state there can be made again from its tokens."""
+
+    def __init__(self, links: Links, guided: Guided, text: str, banned: Collection[int], min_tokens: int) -> None:
+        self._links = links
+        self._name = next(links.names)
+        self._field = f"guided.{guided.kind}"
+        self._open = (guided.canonical, text, sorted(banned), min_tokens)
+        self._tokens: list[int] = []
+        self._life: tuple[int, int] | None = None
+        self.ended = False
+        weakref.finalize(self, links.ended.append, self._name)
+
+    def masks(self, drafts: Sequence[int]) -> Masks:
+        """See `Guide`."""
+        data = self._ask("masks", list(drafts))["masks"]
+        return np.frombuffer(data, dtype=np.int32).reshape(-1, self._links.words)
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """See `Guide`."""
+        taken = 0
+        for begin in range(0, len(tokens), TOLD):
+            told = list(tokens[begin : begin + TOLD])
+            answer = self._ask("take", told)
+            taken += answer["taken"]
+            self._tokens += told[: answer["taken"]]
+            self.ended = answer["ended"]
+            if self.ended:
+                break
+        return taken
+
+    def _ask(self, what: str, tokens: list[int]) -> dict[str, Any]:
+        link = self._links.following()
+        try:
+            if self._life != (link.process_id, link.following.life):
+                self._begin(link)
+            answer = link.following.ask(self._gone(), what, self._name, tokens)
+            if "unknown" in answer:  # another one follows since
+                self._begin(link)
+                answer = link.following.ask([], what, self._name, tokens)
+            return self._checked(answer)
+        except Died as error:
+            reason = f"{self._field}: it takes too much time or memory to follow"
+            raise InvalidField(reason, field=self._field) from error
+
+    def _begin(self, link: Link) -> None:
+        """It is not known there, or has been forgotten."""
+        canonical, text, *more = self._open
+        life = (link.process_id, link.following.life)
+        answer = link.following.ask([], "open", self._name, canonical, "", *more)
+        if "unknown" in answer:
+            answer = link.following.ask([], "open", self._name, canonical, text, *more)
+        self._checked(answer)
+        for begin in range(0, len(self._tokens), TOLD):
+            self._checked(link.following.ask([], "take", self._name, self._tokens[begin : begin + TOLD]))
+        self._life = life
+
+    def _gone(self) -> list[int]:
+        """Raises nothing: other threads add to them."""
+        return [self._links.ended.popleft() for _ in range(len(self._links.ended))]
+
+    def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if "error" in answer:
+            raise InvalidField(answer["error"], field=self._field)
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A form that was asked for: its grammar, or why there is none."""
+    """A form that was asked for: its serialised grammar, or why there is none."""
 
-    grammar: xgrammar.CompiledGrammar | InvalidField
+    grammar: str | InvalidField
     bytes: int
     since: float
 
@@ -127,31 +159,25 @@ class Grammars:
         self, table: Sequence[bytes], vocab_size: int, eos_ids: Collection[int], *, cpu_s: float = CPU_S
     ) -> None:
         """`table`: the bytes of every token; `vocab_size`: that of the model; `cpu_s`: processor time for one form."""
-        self._compiler = Compiler(table, vocab_size, eos_ids, cpu_s)
-        self._of = (table, vocab_size, eos_ids)
-        self._vocabulary: Vocabulary | None = None
+        self._links = Links(table, vocab_size, eos_ids, cpu_s)
         self._turn = anyio.Lock()
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._bytes = 0
 
     async def guide(self, guided: Guided, *, banned: Collection[int], min_tokens: int) -> Guide:
         """See `Guides`."""
-        grammar = await self._grammar(guided)
-        from shared.sampling.grammar import GrammarGuide
-
-        assert self._vocabulary is not None
-        return GrammarGuide(grammar, self._vocabulary, guided, banned=banned, min_tokens=min_tokens)
+        return ApartGuide(self._links, guided, await self._grammar(guided), banned, min_tokens)
 
     @property
     def process_id(self) -> int | None:
-        """Of the compiler, if it runs."""
-        return self._compiler.process_id
+        """Of who compiles, if it runs."""
+        return self._links.process_id
 
     async def close(self) -> None:
         """What is being compiled is given up."""
-        await anyio.to_thread.run_sync(self._compiler.close)
+        await anyio.to_thread.run_sync(self._links.close)
 
-    async def _grammar(self, guided: Guided) -> xgrammar.CompiledGrammar:
+    async def _grammar(self, guided: Guided) -> str:
         key = guided.canonical
         kept = self._known(key) or await self._new(key, guided)
         if isinstance(kept.grammar, InvalidField):
@@ -189,16 +215,15 @@ class Grammars:
 
     def _compiled(self, guided: Guided) -> Kept:
         """Raises Unavailable."""
-        from shared.sampling.grammar import Vocabulary
-
         started = time.monotonic()
-        size = len(guided.canonical)
         try:
-            text = self._compiler.compile(guided)
-        except InvalidField as error:
-            log.info("form refused", kind=guided.kind, error=error.message)
-            return Kept(error, size, time.monotonic())
-        self._vocabulary = self._vocabulary or Vocabulary(*self._of)
-        grammar = self._vocabulary.load(text)
+            answer = self._links.link().compiling.ask(guided.canonical)
+        except Died:
+            answer = {"error": "it takes too much time or memory to compile"}
+        size = len(guided.canonical)
+        if "error" in answer:
+            log.info("form refused", kind=guided.kind, error=answer["error"])
+            field = f"guided.{guided.kind}"
+            return Kept(InvalidField(f"{field}: {answer['error']}", field=field), size, time.monotonic())
         log.debug("form compiled", kind=guided.kind, ms=round((time.monotonic() - started) * 1e3, 1))
-        return Kept(grammar, size + grammar.memory_size_bytes, time.monotonic())
+        return Kept(answer["grammar"], size + len(answer["grammar"]), time.monotonic())

@@ -11,16 +11,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.gateway.sse import Position
-from services.gateway.tool_calls import CLOSE, OPEN, Called, Piece, ToolCallParser
+from services.gateway.tool_calls import CLOSE, MAX_GAP, OPEN, Called, Piece, ToolCallParser
 from services.gateway.tool_stream import ToolStream
 from trine.merge import Delta
 
 NAMES = ("f", "get_weather")
 CALL = OPEN + '\n{"name": "f", "arguments": {"a": 1}}\n' + CLOSE
+SPACE = "\n" * (MAX_GAP + 1)
 F = Called("f", '{"a": 1}')
 BITS = st.sampled_from(
-    [OPEN, CLOSE, CALL, "<", "<tool", "_call>", "{", "}", "[", "]", '"', "\\", '\\"', " ", "\n", "text", ",", ":", "é",
-     '{"name": "f"', ', "arguments": {', '"</tool_call>"', '{"name": "f", "arguments": {"s": "</tool_call> \\" "}}']
+    [OPEN, CLOSE, CALL, "<", "<tool", "_call>", "{", "}", "[", "]", '"', "\\", '\\"', " ", "\n", SPACE, SPACE[2:],
+     "text", ",", ":", "é", '{"name": "f"', ', "arguments": {', '"</tool_call>"',
+     '{"name": "f", "arguments": {"s": "</tool_call> \\" "}}']
 )  # fmt: skip
 TEXTS = st.lists(BITS, max_size=14).map("".join)
 
@@ -52,6 +54,8 @@ def parse(*parts: str, end: bool = True) -> list[Piece]:
         (f"Let me see.\n{CALL}", ["Let me see.\n", F]),
         (f"{CALL}\nDone.", [F, "\nDone."]),
         (f"a {CALL} b {CALL} ", ["a ", F, " b ", F]),
+        (f"{CALL}{SPACE}{CALL}{SPACE}", [F, SPACE, F, SPACE]),
+        (f"{SPACE}{OPEN}{SPACE}{{", [f"{SPACE}{OPEN}{SPACE}{{"]),
         (CALL.removesuffix(CLOSE), [F]),
         (CALL.removesuffix("call>"), [F]),
         (f'{OPEN}[{{"name":"f","arguments":{{"a": 1}}}}, {{"name":"f"}}]{CLOSE}', [F, Called("f", "{}")]),
@@ -101,7 +105,7 @@ def test_text_is_shown_as_soon_as_it_cannot_be_a_call() -> None:
     assert parse(CALL[:-1], end=False) == []
 
 
-@given(TEXTS, st.lists(st.integers(0, 200), max_size=6))
+@given(TEXTS, st.lists(st.integers(0, 4000), max_size=6))
 def test_any_cut_gives_the_same_as_the_text_so_far_gives(text: str, places: list[int]) -> None:
     edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
     parts = [text[a:b] for a, b in pairwise(edges)]

@@ -29,12 +29,16 @@ MANY: dict[str, Any] = {
     }
 }
 """The compiler needs longer for it than anybody waits."""
-MUCH = {"grammar": 'root ::= (("a"{0,1000}){0,1000}){0,1000}'}
-"""Soon compiled, and then each token costs more than the one before."""
+LATE = {"grammar": 'root ::= [a-y] [a-y] | "z" (("a"{0,1000}){0,1000}){0,1000}'}
+"""Soon compiled, and easy to follow, but for one letter: what comes after that costs more with each token."""
 
 
 async def made(grammars: Grammars, **form: Any) -> Guide:
     return await grammars.guide(Guided(**form), banned=(), min_tokens=0)
+
+
+async def take(guide: Guide, text: str) -> int:
+    return await asyncio.to_thread(guide.take, ids(text))
 
 
 async def refused(grammars: Grammars, **form: Any) -> InvalidField:
@@ -53,29 +57,35 @@ async def longest_pause(until: asyncio.Event) -> float:
     return longest
 
 
-async def test_hostile_forms_cost_the_compiler_and_nobody_else() -> None:
+async def test_hostile_forms_cost_who_compiles_and_follows_and_nobody_else() -> None:
     grammars = Grammars(TABLE, tiny_models.VOCAB, {EOS}, cpu_s=1.0)
     done = asyncio.Event()
     watch = asyncio.create_task(longest_pause(done))
     try:
         guide = await made(grammars, json_schema=PERSON)
         first = grammars.process_id
-        assert first is not None
+        assert await take(guide, '{"n"') == 4
         assert "too much" in (await refused(grammars, **MANY)).message
-        assert guide.take(ids('{"n":1}')) == 7 and guide.ended  # what was made before goes on
         started = time.monotonic()
         assert "too much" in (await refused(grammars, **MANY)).message
         assert time.monotonic() - started < 1.0  # it was not tried again
         assert "nothing" in (await refused(grammars, json_schema={"type": "nothing"})).message
-        assert grammars.process_id not in (None, first)
-        await refused(grammars, **MUCH)
-        if (process := grammars.process_id) is not None:
-            os.kill(process, signal.SIGKILL)
+        assert guide.masks(ids(":1}")).shape == (4, tiny_models.VOCAB // 32)
+
+        late = await made(grammars, **LATE)
+        assert len(late.masks(ids("ab"))) == 3
+        with pytest.raises(InvalidField, match="too much"):
+            await asyncio.to_thread(late.masks, ids("z" + "a" * 64))
+        assert await take(guide, ":1") == 2  # it was forgotten there, and made again
+        assert grammars.process_id == first is not None
+
+        os.kill(first, signal.SIGKILL)
         both = await asyncio.gather(*(made(grammars, choice=["a", "b"]) for _ in range(2)))
-        assert [one.take(ids("a")) for one in both] == [1, 1]
-        assert (await made(grammars, json_schema=PERSON)).take(ids('{"n"')) == 4  # kept from the first time
+        assert [await take(one, "a") for one in both] == [1, 1] and both[0].ended
+        assert await take(guide, "}") == 1 and guide.ended
+        assert await take(await made(grammars, json_schema=PERSON), '{"n"') == 4  # kept from the first time
         done.set()
-        assert await watch < 1.0
+        assert await watch < 1.5
     finally:
         done.set()
         await grammars.close()

@@ -219,6 +219,11 @@ class TestHttp:
         assert head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n") and b"authorization: Bearer k" in head
         assert json.loads(body)["max_tokens"] == 3 and json.loads(body)["stream"] is True
 
+    async def test_a_kept_connection_that_the_server_has_closed(self) -> None:
+        async with served(iter([ANSWER, None, ANSWER])) as (url, asked), HttpTarget(url, "m") as target:
+            records = await drive(target, HELLO, Load(2, 3, concurrency=1))
+        assert [record.error for record in records] == ["", ""] and len(asked) == 3  # the second on the first's
+
     async def test_what_else_is_asked_for(self) -> None:
         async with (
             served(iter([ANSWER])) as (url, asked),

@@ -83,6 +83,14 @@ def test_a_core_of_a_cpu_fetches_sooner_than_it_computes() -> None:
     assert found.traffic.fleets == 1
 
 
+def test_no_more_prefill_workers_than_the_queue_needs() -> None:
+    found = plan(SMOL, CORE, Load(2.0, 1000, 64, 4.6, 0.15), "none")
+    service = 1000 / found.prefill_rate
+    fixed = found.ttft_s - waiting_s(2.0, service, found.workers.prefill)
+    assert found.workers.prefill == math.ceil(2.0 * service / 0.8) + 1, "the queue asks for more than the work does"
+    assert found.ttft_s <= 4.6 < fixed + waiting_s(2.0, service, found.workers.prefill - 1)
+
+
 def test_what_cannot_be_had_is_said() -> None:
     large = replace(LLAMA, params=70e9, active=70e9)
     assert "does not fit" in plan(large, named("h100"), CHAT).problems[0]

@@ -62,6 +62,12 @@ def test_a_bus_serves_one_message_after_another() -> None:
     clock.run(lambda: False, 99)
     assert seen[2] == pytest.approx(2.5 + 8.5)
     assert bus.busy_s == pytest.approx(6)
+    slow, ends = Bus(clock, BusRates(100, 1e9, 0.0, 0.0)), []
+    began = clock.now
+    for size in (100, 300):
+        slow.send(size, 1, lambda: ends.append(clock.now - began))
+    clock.run(lambda: False, 99)
+    assert ends == pytest.approx([1, 4])  # the second waits for the first
 
 
 def test_calibration_finds_the_weights_again() -> None:
@@ -139,7 +145,9 @@ def test_more_decode_workers_give_more_tokens() -> None:
 def test_shared_prefixes_are_found_in_every_tier() -> None:
     ask = Load(24, 640, 8, rate=0.5, shared=0.8, groups=4)
     _, cold = ran(Shape(1, 1, machines=2), replace(ask, shared=0.0))
-    _, warm = ran(Shape(1, 1, machines=2), ask)
+    fleet, warm = ran(Shape(1, 1, machines=2), ask)
+    found = [w.hits.pool + w.hits.machine + w.hits.nats + w.hits.prefill + w.hits.computed for w in fleet._decode]
+    assert sum(found) == 24 * 640 // BLOCK  # each block of each prompt comes from somewhere, once
     assert warm["ttft_ms"]["p50"] < 0.7 * cold["ttft_ms"]["p50"]
     assert warm["prompt_blocks"]["pool"] + warm["prompt_blocks"]["machine"] + warm["prompt_blocks"]["nats"] > 0.4
     _, far = ran(Shape(1, 1, machines=2, machine_bytes=0, pool_blocks=100), ask)

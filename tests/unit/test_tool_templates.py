@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from shared.codec import decode, encode
 from shared.errors import InvalidField
-from shared.messages import ChatMessage, Tool
+from shared.messages import ChatMessage, Generate, Tool
 from shared.tokenizer import Tokenizer
 from tests.unit.test_tokenizer import CHATML, SPECIAL, build, byte_level, names
 
@@ -120,3 +121,50 @@ def test_a_template_without_a_place_for_them_refuses() -> None:
     only_if_defined = "{% if tools is defined and tools %}{{ tools | length }}{% endif %}" + CHATML
     assert "1" in names(build(byte_level(), only_if_defined), build(byte_level(), only_if_defined).chat(
         given(CHAT[:1]), tools=tools()))  # fmt: skip
+
+
+CALL: dict[str, Any] = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": TOOLS, "messages": None, "prompt": "x"}, "tools"),
+        ({"tools": []}, "tools"),
+        ({"tools": TOOLS * 129}, "tools"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools.0.function"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"x": [0] * 5000}}}]}, "tools.0.function"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "tool"}]}, "messages.0.content"),
+        *[
+            (
+                {
+                    "messages": [
+                        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": a}}]}
+                    ]
+                },
+                "messages.0.tool_calls",
+            )
+            for a in (
+                "",
+                "[]",
+                "{",
+                '{"a": NaN}',
+                '{"a": 1e999}',
+                '{"a":' * 40 + "1" + "}" * 40,
+                "[" * 100_000,
+                "1" * 5000,
+            )
+        ],
+    ],
+)
+def test_what_comes_on_the_bus_is_bounded(fields: dict[str, Any], field: str) -> None:
+    data = {"id": "a", "messages": [{"role": "user", "content": "x"}], **fields}
+    with pytest.raises(InvalidField) as told:
+        decode(json.dumps(data).encode(), Generate)
+    assert told.value.field == field
+    good = {"id": "a", "messages": [{"role": "assistant", "tool_calls": [CALL]}], "tools": TOOLS}
+    assert decode(encode(decode(json.dumps(good).encode(), Generate)), Generate).tools
