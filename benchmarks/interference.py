@@ -29,6 +29,9 @@ from trine.prepare import prepare
 EVERY_S: Mapping[float, float] = {5.0: 30.0, 1.0: 20.0}
 """Seconds between two prompts: seconds of a run."""
 PROMPT = 1024
+WITHOUT: Mapping[Variant, Mapping[str, str]] = {
+    "default": {"transformers": "as it comes it answers one request after another: no streams run side by side"}
+}
 VARIANTS: tuple[Variant, ...] = ("default", "tuned")
 Run = dict[str, Any]
 Key = tuple[str, Variant, float]
@@ -60,6 +63,7 @@ async def rounds(
                         await calm(target)
                         run = await interfered(target, texts, every_s, options.seconds or seconds, options.prompt)
                         found.setdefault(key, []).append(run)
+                        await calm(target)  # what it has left to do would slow the next one
                 except Failed as error:
                     failed[run_name(key)] = server.failed(error)
                 last = max(last, texts.number)
@@ -109,7 +113,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     left_out: dict[str, str] = {}
     told = []
     for variant in options.variants:
-        with started(variant, options) as (servers, missing):
+        with started(variant, options, WITHOUT.get(variant)) as (servers, missing):
             some, failed = asyncio.run(rounds(servers, variant, options))
             told += [[server.name, variant, server.version, server.settings] for server in servers]
         found |= some

@@ -203,12 +203,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def started(variant: Variant, options: argparse.Namespace) -> Iterator[tuple[list[Server], dict[str, str]]]:
-    """Trine, and the peers that are there; why others are not, by name. All run until the end."""
-    missing: dict[str, str] = {}
+def started(
+    variant: Variant, options: argparse.Namespace, without: Mapping[str, str] | None = None
+) -> Iterator[tuple[list[Server], dict[str, str]]]:
+    """Trine, and the peers that are there; why others are not, by name. All run until the end.
+
+    `without`: peers that are not to be started, and why.
+    """
+    missing = dict(without or {})
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(trine(variant, options))]
-        for name in options.only if options.only is not None else PEERS:
+        wanted = options.only if options.only is not None else list(PEERS)
+        for name in (name for name in wanted if name not in missing):
             _say(f"starting {name} ({variant})")
             try:
                 servers.append(stack.enter_context(PEERS[name](variant, options)))

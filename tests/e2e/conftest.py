@@ -23,11 +23,12 @@ def smollm2_engine() -> Engine:
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Fleet]:
-    """A running fleet with the default model's real weights: 1 prefill, 2 decode, 1 drafter, a nats-server of its own.
+    """A running fleet with the default model's real weights: 1 prefill, 2 decode, 1 drafter, a gateway, a nats-server.
 
     `stack.url` and `stack.model` are what a `Client` needs. Leave it as you found it: killed workers must be back.
     """
-    fleet = Fleet({"prefill": 1, "decode": 2, "drafter": 1})
+    counts = {"prefill": 1, "decode": 2, "drafter": 1, "gateway": 1}
+    fleet = Fleet(counts, role_env={"gateway": {"TRINE_PORT": "0"}})
     prepare(fleet.settings.model)
     with fleet:
         fleet.wait_ready(180)

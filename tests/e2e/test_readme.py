@@ -106,7 +106,7 @@ def test_shell_blocks(stack: Fleet, code: str) -> None:
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks(stack: Fleet, code: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
-    script.write_text(code.replace(DEFAULT_NATS_URL, stack.url))
+    script.write_text(code.replace(DEFAULT_NATS_URL, stack.url).replace("http://127.0.0.1:8000", stack.gateways[0]))
     done = subprocess.run(
         [sys.executable, str(script)],
         check=False,
