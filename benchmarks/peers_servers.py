@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -210,6 +211,7 @@ def started(
 
     `without`: peers that are not to be started, and why.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end all servers
     missing = dict(without or {})
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(trine(variant, options))]

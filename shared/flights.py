@@ -155,6 +155,11 @@ class Flights:
                 wait = index + 1
         return Turn(wait, leader, frozenset(rides))
 
+    def worker_of(self, name: bytes) -> str:
+        """Who is to compute this block, by the claims that hold; "" for nobody."""
+        owner = self._owner(name)
+        return self._held[owner].worker if owner else ""
+
     def _owner(self, name: bytes) -> int:
         return next(iter(self._claims_of.get(name, ())), 0)
 

@@ -44,6 +44,11 @@ class Peers:
         self._forget_silent(now)
         return worker in self._peers
 
+    def counted(self, counter: str, now: float) -> dict[str, int]:
+        """This counter in the last beat of each worker that is there."""
+        self._forget_silent(now)
+        return {name: peer.beat.counters.get(counter, 0) for name, peer in self._peers.items()}
+
     def lives(self, worker: str, life: str, since: float) -> bool:
         """Whether the process that had this worker's name then has been heard since."""
         peer = self._peers.get(worker)

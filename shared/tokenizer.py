@@ -30,14 +30,25 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 class Tokenizer:
     """A model's vocabulary and chat format. Immutable after loading, so threads may share it."""
 
-    def __init__(self, spec: dict[str, Any], template: str | None, special_tokens: dict[str, Any]) -> None:
-        """`spec` is the content of tokenizer.json. Raises ModelError when it cannot be used."""
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        template: str | None,
+        special_tokens: dict[str, Any],
+        tools_template: str | None = None,
+    ) -> None:
+        """`spec` is the content of tokenizer.json; `tools_template` is for chats with tools, where the model has one of
+        its own for them. Raises ModelError when something cannot be used.
+        """
         self._full = _backend(spec)
         added = self._full.get_added_tokens_decoder()
         vocab = self._full.get_vocab(with_added_tokens=True)
         self._table = byte_table(vocab, added, spec.get("decoder"))
         self._template = None if template is None else ChatTemplate(template, special_tokens)
-        literals = self._template.literals if self._template else ""
+        self._tools_template = self._template
+        if tools_template is not None:
+            self._tools_template = ChatTemplate(tools_template, special_tokens)
+        literals = "\0".join(each.literals for each in (self._template, self._tools_template) if each)
         control = [
             token_id
             for token_id, token in added.items()
@@ -58,7 +69,8 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """From a model's folder: tokenizer.json, and if there tokenizer_config.json and chat_template.jinja."""
         config = _read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-        return cls(_read_json(folder / "tokenizer.json"), _template_of(folder, config), _special_tokens(config))
+        plain, with_tools = _templates_of(folder, config)
+        return cls(_read_json(folder / "tokenizer.json"), plain, _special_tokens(config), with_tools)
 
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
         """A raw prompt's ids, beginning with BOS if the model's tokenizer puts one before every text.
@@ -101,15 +113,16 @@ class Tokenizer:
 
     def _fitting_template(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None) -> ChatTemplate:
         """Raises InvalidField where there is none, or where it would leave something out."""
-        if self._template is None:
+        chosen = self._tools_template if tools else self._template
+        if chosen is None:
             raise InvalidField("this model has no chat template; send a prompt instead", field="messages")
-        if tools and not self._template.tells_tools:
+        if tools and not chosen.tells_tools:
             raise InvalidField("tools: this model's chat template has no place for them", field="tools")
         for index, message in enumerate(messages):
-            if message.tool_calls and not self._template.tells_calls:
+            if message.tool_calls and not chosen.tells_calls:
                 field = f"messages.{index}.tool_calls"
                 raise InvalidField(f"{field}: this model's chat template has no place for them", field=field)
-        return self._template
+        return chosen
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of a whole sequence: what a fresh `detokenizer()` gives for it."""
@@ -253,15 +266,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _template_of(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else the one in tokenizer_config.json (the one named `default` if there are several)."""
+def _templates_of(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """chat_template.jinja, else the one in tokenizer_config.json; of several there, `default` and `tool_use`,
+    as `transformers` takes them.
+    """
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8"), None
     template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    if not isinstance(template, list):
+        return template, None
+    try:
+        named = {entry["name"]: entry["template"] for entry in template}
+    except (TypeError, KeyError):
+        raise ModelError("tokenizer_config.json: each chat_template has a name and a template") from None
+    return named.get("default"), named.get("tool_use")
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -16,8 +16,8 @@ from shared.config import Settings
 CONNECT_S = 5.0
 T = TypeVar("T")
 
-Nats = Annotated[str | None, typer.Option(help="nats://HOST:PORT.")]
-Model = Annotated[str | None, typer.Option(help="The model's name.")]
+Nats = Annotated[str | None, typer.Option(help="nats://HOST:PORT; TRINE_NATS_URL unless given.")]
+Model = Annotated[str | None, typer.Option(help="The model's name; TRINE_MODEL_NAME unless given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
 
 

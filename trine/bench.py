@@ -19,6 +19,7 @@ from trine.bench_nats import NatsTarget
 from trine.bench_sets import Prompt, prompts
 from trine.bench_stats import Objectives, Report, report
 from trine.client import Client
+from trine.plain import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ def rendered(found: Report, where: Mapping[str, Any]) -> RenderableType:
         f"prompts: {found.prompt_tokens:,} tokens, {found.cached_tokens:,} of them cached",
         *_goodput(found),
     ]
-    return Group(*map(Text, lines), Text(), table)
+    # Names and reasons in them are others'.
+    return Group(*(Text(plain(line)) for line in lines), Text(), table)
 
 
 def _latencies(found: Report) -> list[tuple[str, Mapping[str, float] | None]]:

@@ -201,20 +201,25 @@ def _texts(event: dict[str, Any]) -> Iterator[str]:
 
 async def first_model(url: str, key: str = "", timeout: float = 10.0) -> str:
     """The first model that the API at `url` lists. Raises InvalidField when it lists none, or does not answer."""
+    import http.client
     import urllib.error
     import urllib.request
 
     address = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
 
     def read() -> Any:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=timeout) as answer:
+        request = urllib.request.Request(address)
+        if key:
+            request.add_unredirected_header("authorization", f"Bearer {key}")  # for nobody else
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
             return json.load(answer)
 
     why = "it lists no model; name one with --model"
     with contextlib.suppress(LookupError, TypeError):
         try:
             return str((await asyncio.to_thread(read))["data"][0]["id"])
-        except (urllib.error.URLError, OSError, ValueError) as error:
+        except (urllib.error.URLError, OSError, ValueError, http.client.HTTPException) as error:
             why = str(getattr(error, "reason", error))
+            if getattr(error, "code", 0) == 401:
+                why = "it wants another key in OPENAI_API_KEY" if key else "it wants a key in OPENAI_API_KEY"
     raise InvalidField(f"url: no models at {address}: {why}", field="url")

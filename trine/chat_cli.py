@@ -118,4 +118,4 @@ def _lines(terminal: bool) -> Iterator[str]:
 
 
 def _say(text: str) -> None:
-    typer.echo(text, err=True)
+    typer.echo(plain(text), err=True)  # there may be names and reasons in it that come from the bus

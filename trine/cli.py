@@ -1,4 +1,4 @@
-"""The command line: `trine up`, `generate`, `check`, `bench`, `access`, `cache`, `dead`, `demo`."""
+"""The command line: all of `trine`'s commands, and those that start fleets."""
 
 from __future__ import annotations
 
@@ -25,20 +25,7 @@ from trine.plan_cli import plan
 from trine.settings import variables
 from trine.status_cli import models, show_status, top
 
-app = typer.Typer(
-    help="LLM serving as prefill, decode and drafter actors on NATS, with a shared prefix cache.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-app.add_typer(cache_app, name="cache")
-app.add_typer(dead_app, name="dead")
-app.command()(bench)
-app.command()(plan)
-app.command()(generate)
-app.command()(chat)
-app.command("status")(show_status)
-app.command()(top)
-app.command()(models)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 READY_S = 300.0
 
 
@@ -54,11 +41,13 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Settings are also read from TRINE_* variables of the same names; flags come first."""
+    """LLM serving as prefill, decode and drafter actors on NATS, with a shared prefix cache.
+
+    Settings are also read from TRINE_* variables of the same names; flags come first.
+    """
     telemetry.configure("error")  # on stderr: stdout is for answers
 
 
-@app.command()
 @reported
 def up(
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a hub id, or the built-in default.")] = "",
@@ -134,7 +123,6 @@ def _run_fleet(counts: dict[str, int], nats: str, env: dict[str, str]) -> None:
         return  # this is how it is meant to end
 
 
-@app.command()
 @reported
 def check(
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a hub id, or the built-in default.")] = "",
@@ -181,7 +169,6 @@ def check(
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command()
 @reported
 def access(
     model: Annotated[list[str] | None, typer.Option(help="A served model's name; may be given several times.")] = None,
@@ -194,7 +181,6 @@ def access(
     typer.echo(configuration(model or [Settings().served_name], tenant or []), nl=False)
 
 
-@app.command()
 @reported
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
@@ -203,6 +189,22 @@ def demo(
     from trine.demo import run
 
     run(as_json)
+
+
+STARTING, ASKING, LOOKING, MEASURING, RUNNING = "Start", "Ask", "Look", "Plan and measure", "Run it in earnest"
+app.command(rich_help_panel=STARTING)(demo)
+app.command(rich_help_panel=STARTING)(up)
+app.command(rich_help_panel=ASKING)(chat)
+app.command(rich_help_panel=ASKING)(generate)
+app.command("status", rich_help_panel=LOOKING)(show_status)
+app.command(rich_help_panel=LOOKING)(top)
+app.command(rich_help_panel=LOOKING)(models)
+app.command(rich_help_panel=MEASURING)(plan)
+app.command(rich_help_panel=MEASURING)(bench)
+app.command(rich_help_panel=MEASURING)(check)
+app.add_typer(cache_app, name="cache", rich_help_panel=RUNNING)
+app.add_typer(dead_app, name="dead", rich_help_panel=RUNNING)
+app.command(rich_help_panel=RUNNING)(access)
 
 
 def main() -> None:

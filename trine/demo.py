@@ -19,6 +19,7 @@ from trine import over_http
 from trine.client import Client
 from trine.completion import Completion
 from trine.console import progress_bar
+from trine.plain import plain
 from trine.prepare import prepare
 from trine.readiness import Counts
 from trine.supervisor import Fleet
@@ -155,7 +156,7 @@ def _ask_over_http(fleet: Fleet, show: bool) -> over_http.Answer:
 
 def _write(text: str, show: bool) -> None:
     if show:
-        sys.stdout.write(text)
+        sys.stdout.write(plain(text))
         sys.stdout.flush()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import os
@@ -63,8 +64,8 @@ def _bindable(host: str, port: int) -> Address:
             probe.bind((host, port))
             return Address(host, int(probe.getsockname()[1]))
     except OSError as error:
-        told = f"the gateway cannot listen on {host}:{port} ({error.strerror}); give it another --port, or --gateway 0"
-        raise ConfigError(told, field="port") from None
+        told = f"the gateway cannot listen on {host}:{port} ({error.strerror})"
+        raise ConfigError(f"{told}; give another --host or another --port, or --gateway 0", field="port") from None
 
 
 def await_gateways(urls: list[str], timeout: float, failed: Callable[[], str | None]) -> None:
@@ -84,6 +85,14 @@ def _trouble(url: str) -> str:
         with urllib.request.urlopen(f"{url}/ready", timeout=ASK_S):
             return ""
     except urllib.error.HTTPError as refused:
-        return str(json.load(refused).get("reason", refused))
-    except (OSError, ValueError) as error:
+        return _reason(refused)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return str(error)
+
+
+def _reason(refused: urllib.error.HTTPError) -> str:
+    """What the gateway says; the status of somebody else who has the port."""
+    try:
+        return str(json.load(refused)["reason"])
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+        return str(refused)

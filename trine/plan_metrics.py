@@ -5,6 +5,7 @@ Prometheus' text format: https://prometheus.io/docs/instrumenting/exposition_for
 
 from __future__ import annotations
 
+import http.client
 import re
 import time
 import urllib.request
@@ -112,7 +113,7 @@ def fetched(url: str) -> Samples:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
             page = answer.read(MAX_PAGE + 1)
-    except (URLError, OSError, ValueError) as error:
+    except (URLError, OSError, ValueError, http.client.HTTPException) as error:
         raise Unavailable(f"{url} cannot be read: {getattr(error, 'reason', error)}") from None
     if len(page) > MAX_PAGE:
         raise Unavailable(f"{url} is longer than {MAX_PAGE} bytes")

@@ -66,6 +66,8 @@ class ModelShape:
 
 def shape_of(model: Path) -> ModelShape:
     """Of a folder or a GGUF file. Raises ModelError."""
+    if not model.exists():
+        raise ModelError(f"there is no folder or GGUF file {str(model)!r:.200}")
     try:
         return _of_gguf(model) if model.suffix == ".gguf" else _of_folder(model)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:

@@ -83,11 +83,16 @@ class Roster:
         if (heard := beat_of(message)) is None:
             return
         name, beat = heard
+        model = self.models.get(name)
+        if (model is None or (beat.role, beat.worker) not in model.workers) and not self._room(model, now):
+            return  # those that are known go on being heard
+        self._note(self.models.setdefault(name, Model(now)), beat, now)
+
+    def _room(self, model: Model | None, now: float) -> bool:
+        """For a worker more, of a model that is known or not."""
         if self._count >= MAX_WORKERS:
             self.forget(now, self._timeout)
-        if self._count >= MAX_WORKERS or (name not in self.models and len(self.models) >= MAX_MODELS):
-            return
-        self._note(self.models.setdefault(name, Model(now)), beat, now)
+        return self._count < MAX_WORKERS and (model is not None or len(self.models) < MAX_MODELS)
 
     def _note(self, model: Model, beat: Beat, now: float) -> None:
         known = model.workers.get((beat.role, beat.worker))

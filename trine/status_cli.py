@@ -43,7 +43,7 @@ def top(
     nats: Nats = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
-    """The same as it changes, until Ctrl-C. Without a terminal: one look."""
+    """Workers by role, queues and cache as they change, until Ctrl-C. Without a terminal: one look."""
     asyncio.run(_top(nats, every, Console(highlight=False)))
 
 

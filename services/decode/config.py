@@ -18,7 +18,8 @@ class DecodeSettings(Settings):
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 128
     """A prompt with at most so many uncached tokens is prefilled here, not by a prefill worker."""
     prefill_patience_s: Annotated[float, Field(gt=0)] = 5.0
-    """Without a new block for so long, the rest of the prompt is computed here."""
+    """Without a new block for so long, the rest of the prompt is computed here. As long as the prefill worker that
+    has the job gets anything done, by its beats, it is waited for longer: up to 8 times that."""
     draft_depth: Annotated[int, Field(ge=0, le=64)] = 8
     """Most tokens to draft per sequence and step; 0 turns speculation off."""
     draft_wait_ms: Annotated[float, Field(ge=0, le=60_000)] = 50.0

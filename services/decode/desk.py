@@ -105,11 +105,12 @@ class Desk:
     async def _note_begun(self, request: Request) -> None:
         await self._attempts.note(request.job, busy=True)
 
-    # Ending
+    # Ending: the first end counts, and what was handed back is another worker's to end
 
     def finish(self, request: Request, reason: str) -> None:
-        if request.sequence.phase is not Phase.ENDED:  # the first end counts
-            self._counters[f"finished_{reason}"] += 1
+        if request.sequence.phase is Phase.ENDED:
+            return
+        self._counters[f"finished_{reason}"] += 1
         event = Finished(
             id=request.generate.id,
             attempt=request.job.delivered,
@@ -119,11 +120,13 @@ class Desk:
             timings=request.timings(),
             served_by=request.served_by(self._worker),
         )
-        request.events.end(event, tail=request.completion.flush())  # of a cancelled one; empty for the others
+        request.events.end(event, tail=request.completion.flush())  # of one that nothing in its text has ended
         request.trace.ended(event)
         self._end(request)
 
     def fail(self, request: Request, error: TrineError) -> None:
+        if request.sequence.phase is Phase.ENDED:
+            return
         self._counters[f"failed_{error.code}"] += 1
         log.warning("request failed", request=request.key, code=error.code, error=error.message)
         event = failed(request.generate.id, request.job.delivered, error)

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 import anyio
 import structlog
 
+from services.decode.config import DecodeSettings
 from services.decode.drafters import Ask, readers
 from services.decode.request import Request
 from services.decode.speculation import DraftBook
 from shared import tracing
 from shared.bus.base import Bus
 from shared.codec import decode, encode
+from shared.engine.base import ModelInfo
 from shared.errors import BusError, RequestError, TooLarge
 from shared.messages import Beat, DraftAsk, Drafts
 from shared.peers import Peers
@@ -37,24 +39,29 @@ class Drafting:
 
     def __init__(
         self,
-        book: DraftBook,
+        settings: DecodeSettings,
+        info: ModelInfo,
         worker: str,
         bus: Bus,
         subjects: Subjects,
         peers: Peers,
         counters: Counters,
         spawn: Callable[..., None],
-        hidden_size: int,
     ) -> None:
-        """`hidden_size`: channels of the engine's hidden states; 0: it reports none."""
-        self.book = book
+        self.book = DraftBook(
+            settings.draft_depth,
+            info.vocab_size,
+            longest_wait=settings.draft_wait_ms / 1e3,
+            step_tokens=settings.step_tokens,
+            adaptive=settings.draft_adaptive,
+        )
         self._worker = worker
         self._bus = bus
         self._subjects = subjects
         self._peers = peers
         self._counters = counters
         self._spawn = spawn
-        self._hidden_size = hidden_size
+        self._hidden_size = info.hidden_size
         self._traced = tracing.tracer() is not tracing.OFF
 
     def reads_hidden(self) -> bool:

@@ -21,6 +21,7 @@ from shared.engine.base import StepEngine
 from shared.errors import BusError, SequenceConflict, TooLarge
 from shared.lifecycle import Phase
 from shared.messages import PrefillJob
+from shared.patience import Patience
 from shared.peers import Peers
 from shared.subjects import Subjects
 from shared.telemetry import Counters
@@ -142,31 +143,36 @@ class Loader:
         budget_s: float,
         on_producers: Callable[[set[str]], None],
     ) -> float:
-        """Have the missing blocks computed elsewhere and pull each as it appears. Gives up without progress.
+        """Have the missing blocks computed elsewhere and pull each as it appears. Gives up without progress, of the
+        job or of the worker that is known to be at it.
 
-        Returns the time of the last progress.
+        Returns the time of the last block.
         """
-        progress, asked, again = time.monotonic(), False, False
+        began, asked, again = time.monotonic(), False, False
+        patience = Patience(self._settings.prefill_patience_s, began, began)
+        patience.hear(*self._claims.at_work(sequence.names[wanted - 1], began), began)
         while (have := sequence.computed // self._block_size) < wanted:
             if not asked and not await self._publish_job(sequence, wanted, budget_s, again):
-                return progress
+                return patience.progress
             if not self._loading(sequence, epoch):
-                return progress
+                return patience.progress
             present = await self._cache.wait(sequence.names[have:wanted], POLL_S)
             if not self._loading(sequence, epoch):
-                return progress
+                return patience.progress
             on_producers(await self._fetch(sequence, epoch, have + present))
             if not self._loading(sequence, epoch):
-                return progress
+                return patience.progress
             # Asked again while nothing comes: the job may be gone, with its worker or with another's cancel.
             asked, again = sequence.computed // self._block_size > have, True
+            now = time.monotonic()
+            patience.hear(*self._claims.at_work(sequence.names[have], now), now)
             if asked:
-                progress = time.monotonic()
-            elif time.monotonic() - progress > self._settings.prefill_patience_s or not self._prefill_alive():
+                patience.progress = now
+            elif patience.over(now) or not self._prefill_alive():
                 self._counters["prefill_given_up"] += 1
                 log.info("no prefill; computing here", request=sequence.id, missing=sequence.remaining)
-                return progress
-        return progress
+                return patience.progress
+        return patience.progress
 
     async def _lead(self, sequence: Sequence, epoch: int, wanted: int, since: float | None) -> None:
         """Claim the missing blocks and bring those that others compute: what is missing then, is computed here."""

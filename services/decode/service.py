@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import anyio
 
+from services.decode.admission import Admission
 from services.decode.attempts import Attempts
 from services.decode.config import DecodeSettings
+from services.decode.delivery import Delivery
 from services.decode.desk import Desk
 from services.decode.drafting import Drafting
 from services.decode.handover import Handovers
@@ -17,11 +19,10 @@ from services.decode.loading import Loader
 from services.decode.publics import PublicPrefixes
 from services.decode.refusal import Refusals
 from services.decode.replay import Replays
-from services.decode.request import Request, banned_tokens
+from services.decode.request import Request
 from services.decode.room import Rooms
 from services.decode.scheduler import DecodeScheduler
-from services.decode.sequence import Outcome, Sequence
-from services.decode.speculation import DraftBook
+from services.decode.sequence import Sequence
 from services.decode.steps import Steps
 from services.decode.traces import Trace, Traces
 from services.decode.unrouted import Unrouted
@@ -32,9 +33,8 @@ from shared.cache.claims import Claims
 from shared.cache.host_store import HostStore
 from shared.cache.prefix import PrefixCache
 from shared.engine.base import StepEngine
-from shared.errors import InvalidField, RequestError, TrineError, Unavailable
+from shared.errors import TrineError
 from shared.job_actor import JobActor
-from shared.lifecycle import Phase
 from shared.messages import Identity, Load
 from shared.micro import Report
 from shared.sampling.guide import Guides
@@ -85,7 +85,14 @@ class DecodeWorker(JobActor):
             grace_s=2 * settings.beat_s,
             ensure=self.try_ensure_streams,
         )
-        self._loader = Loader(
+        self._drafting = Drafting(
+            settings, self._info, worker, bus, self.subjects, self.peers, self.counters, self.spawn
+        )
+        self._refusals = Refusals(bus, self.subjects, worker, self.counters, self.try_ensure_streams)
+        attempts = Attempts(worker, self.life, bus, self.subjects, self.peers, settings.beat_s)
+        left = self._request_left
+        self._desk = Desk(worker, self.scheduler, self._refusals, attempts, self.counters, self.spawn, left)
+        loader = Loader(
             settings,
             bus=bus,
             subjects=self.subjects,
@@ -97,26 +104,6 @@ class DecodeWorker(JobActor):
             counters=self.counters,
             spawn=self.spawn,
         )
-        self._drafting = Drafting(
-            DraftBook(
-                settings.draft_depth,
-                self._info.vocab_size,
-                longest_wait=settings.draft_wait_ms / 1e3,
-                step_tokens=settings.step_tokens,
-                adaptive=settings.draft_adaptive,
-            ),
-            worker,
-            bus,
-            self.subjects,
-            self.peers,
-            self.counters,
-            self.spawn,
-            self._info.hidden_size,
-        )
-        self._refusals = Refusals(bus, self.subjects, worker, self.counters, self.try_ensure_streams)
-        attempts = Attempts(worker, self.life, bus, self.subjects, self.peers, settings.beat_s)
-        left = self._request_left
-        self._desk = Desk(worker, self.scheduler, self._refusals, attempts, self.counters, self.spawn, left)
         self._intake = Intake(
             settings,
             bus=bus,
@@ -136,6 +123,17 @@ class DecodeWorker(JobActor):
             cancels=self.cancels,
             ensure_streams=self.try_ensure_streams,
         )
+        self._admission = Admission(
+            self.scheduler,
+            self._desk,
+            loader,
+            guides,
+            spawn=self.spawn,
+            ready=self._ready,
+            room_changed=self._intake.room_changed,
+        )
+        size = self._info.block_size
+        self._deliver = Delivery(self._desk, self._cache, size, self.counters, began=self._has_prompt, ended=self._wake)
         timed = self._drafting.book.stepped
         self._stepper = Steps(engine, self.scheduler, self.in_engine, self._fail_sequence, self.counters, timed)
         self._handovers = Handovers(
@@ -199,10 +197,8 @@ class DecodeWorker(JobActor):
         await self._cache.start()
         await super().setup()
         self.bus.authenticated  # noqa: B018 - asked early: finding it out takes a moment
-        await self._unrouted.start()
-        await self._handovers.start()
-        await self._replays.start()
-        await self._rooms.start()
+        for part in (self._unrouted, self._handovers, self._replays, self._rooms):
+            await part.start()
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {
@@ -247,7 +243,7 @@ class DecodeWorker(JobActor):
 
     def _serve(self, request: Request) -> None:
         self._desk.open(request)
-        self._admit()
+        self._admission.admit()
 
     def _request_left(self, key: str) -> None:
         if key not in self._desk.requests:
@@ -255,53 +251,13 @@ class DecodeWorker(JobActor):
             self.hurry_beat()
         self._wake()
 
+    def _ready(self) -> None:
+        self._work.set()
+
     def _wake(self) -> None:
-        self._admit()
-        self._work.set()
+        self._admission.admit()
+        self._ready()
         self._intake.room_changed()
-
-    def _admit(self) -> None:
-        admitted = self.scheduler.admit()
-        for sequence in admitted:
-            self.spawn(self._load, self._desk.requests[sequence.id], sequence.epoch)
-        if admitted:
-            self._intake.room_changed()
-
-    async def _load(self, request: Request, epoch: int) -> None:
-        if request.sequence.epoch != epoch:
-            return  # preempted before this task's first step
-        request.admitted = request.admitted or time.monotonic()
-        try:
-            left = request.deadline - time.monotonic()
-            if not await self._guided(request, epoch):
-                return
-            with request.trace.loading(sequence := request.sequence):
-                await self._loader.load(sequence, left, request.prefilled_by.update, remotely=not request.suspect)
-            request.events.cached_tokens = request.sequence.cached_tokens or 0
-        except (RequestError, Unavailable) as error:
-            self._desk.fail(request, error)
-        except Exception:
-            self.log.exception("loading failed", request=request.key)
-            self._desk.fail(request, TrineError("internal error while loading the prompt's KV"))
-        self._work.set()
-
-    async def _guided(self, request: Request, epoch: int) -> bool:
-        """See to the form that the answer must have. False: there is nothing to load for it (any more)."""
-        sequence, guided = request.sequence, request.generate.guided
-        if guided is None or sequence.guide is not None:
-            return True
-        if self._guides is None:
-            raise InvalidField("guided: this worker has nothing to see to the form of an answer with", field="guided")
-        banned = banned_tokens(sequence.sampling)
-        guide = await self._guides.guide(guided, banned=banned, min_tokens=sequence.sampling.min_tokens)
-        await anyio.to_thread.run_sync(guide.take, sequence.tokens[sequence.prompt_len :])  # of earlier attempts
-        if sequence.epoch != epoch or sequence.phase is not Phase.LOADING:
-            return False
-        sequence.guide = guide
-        if sequence.complete:  # the last attempt died before saying it
-            self._desk.finish(request, "stop")
-            self._wake()
-        return not sequence.complete
 
     def _fail_sequence(self, sequence: Sequence, error: TrineError) -> None:
         self._desk.fail(self._desk.requests[sequence.id], error)
@@ -323,7 +279,7 @@ class DecodeWorker(JobActor):
 
     async def _steps(self) -> None:
         while True:
-            self._admit()
+            self._admission.admit()
             works = self.scheduler.plan(hidden=self._drafting.reads_hidden())
             if not works:
                 self._work = anyio.Event()
@@ -333,38 +289,7 @@ class DecodeWorker(JobActor):
                 self._deliver(outcome)
             await self._drafting.ask(self._desk.requests)
 
-    def _deliver(self, outcome: Outcome) -> None:
-        sequence = outcome.sequence
-        request = self._desk.requests[sequence.id]
-        for index in outcome.filled:
-            self._cache.offer(sequence.meta(index, self._info.block_size))
-            self.counters["computed_blocks"] += int(index < sequence.prompt_len // self._info.block_size)
-        if not outcome.tokens:
-            return
-        if not request.first_token:
-            self._began(request)
-        request.drafted += outcome.drafted
-        self.counters["drafted_tokens"] += outcome.drafted
-        self.counters["generated_tokens"] += len(outcome.tokens)
-        for position, token in enumerate(outcome.tokens):
-            delta = request.completion.push(token)
-            request.here += 1
-            request.accepted += int(position < outcome.accepted)
-            self.counters["accepted_tokens"] += int(position < outcome.accepted)
-            request.events.push(token, delta.text, outcome.logprobs[position] if outcome.logprobs else None)
-            completes = sequence.complete and position == len(outcome.tokens) - 1
-            if reason := "stop" if completes else delta.finished:
-                self._desk.finish(request, reason)
-                self._wake()
-                return
-
-    def _began(self, request: Request) -> None:
-        """It has its first token here."""
-        request.first_token = time.monotonic()
-        request.trace.first_token()
-        request.fetched_s = request.sequence.fetched_s
-        self.counters["prompt_tokens"] += request.sequence.prompt_len
-        self.counters["cached_tokens"] += request.sequence.cached_tokens or 0
-        self.hurry_beat()  # the prompt's blocks are here now
-        self._desk.proven(request)
+    def _has_prompt(self) -> None:
+        """The blocks of a request's prompt are here now."""
+        self.hurry_beat()
         self._wake()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.decode.depth import Acceptance, Prospect
+from services.decode.depth import NOTHING, Acceptance, Prospect
+from shared.messages import Draft
 
 MAX_GAP = 8  # steps between two asks on suspicion; what they may cost in all is bounded elsewhere
 PAUSE = 64  # steps, doubled each time, in which a drafter that does not take it on is not told all of it again
@@ -81,6 +82,24 @@ class Session:
             if not guess.whole:
                 self.acceptance.ended(guess.source)
             self.guess = None
+
+    def take(self, drafter: str, draft: Draft, wanted: int, depth: int) -> bool:
+        """An answer of this drafter, asked for `wanted` tokens, of which no more than `depth` are of use.
+
+        False for one about another sequence of that name: an id may be used again before a late answer comes.
+        """
+        if self.drafter != drafter or draft.position > self.told:
+            return False
+        self.acceptance.answered(draft.source)
+        self.refused = 0
+        tokens, chances = tuple(draft.token_ids[:depth]), tuple(draft.chances[:depth])
+        self.guess = Guess(drafter, draft.source, draft.position, tokens, chances, len(tokens) == wanted)
+        return True
+
+    def nothing(self) -> None:
+        """The drafter has nothing for it."""
+        self.acceptance.answered(NOTHING)
+        self.encourage(False)
 
     def unknown(self, base: int, step: int) -> None:
         """The drafter does not have it, and is told everything again: at once if it has forgotten it for once."""

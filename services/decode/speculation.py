@@ -12,17 +12,16 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from services.decode.costs import StepCosts
-from services.decode.depth import HOPELESS, NOTHING, Acceptance, Prospect, allot
+from services.decode.depth import HOPELESS, Acceptance, Prospect, allot
 from services.decode.drafters import LEAST, UNREAD, Ask, DrafterState
 from services.decode.probing import FREE_PROBES, PROBE_DEPTH, ProbeBudget
 from services.decode.sequence import Sequence
-from services.decode.sessions import Guess, Session
-from shared.messages import MAX_BATCH, MAX_SESSION_TOKENS, Draft, DraftItem
+from services.decode.sessions import Session
+from services.decode.telling import Telling
+from shared.messages import MAX_SESSION_TOKENS, Draft, DraftItem
 from shared.peers import rendezvous
 
 MEMORY = 10.0  # answers that a sequence's expectation remembers
-MAX_TOLD = 32_768  # tokens in one ask
-MAX_STATES = 512 << 10  # bytes of hidden states in one ask; of sequences beyond that none are told
 
 
 class DraftBook:
@@ -44,9 +43,7 @@ class DraftBook:
         self._costs = StepCosts()
         self._sessions: dict[str, Session] = {}
         self._drafters: dict[str, DrafterState] = {}
-        self._readers: Collection[str] = ()
-        self._ended: dict[str, list[str]] = {}
-        self._states = MAX_STATES
+        self._telling = Telling()
         self._budget = ProbeBudget()
         self._disturbed = False
         """A drafter may be at work beside the coming step, which tells nothing of what a step costs then."""
@@ -68,9 +65,9 @@ class DraftBook:
         `readers`: those of the drafters that read hidden states as the engine's are.
         """
         self._step += 1
-        self._readers = readers
+        self._telling.readers = readers
         self._drafters = {d: self._drafters.get(d) or DrafterState() for d in drafters}
-        self._ended = {d: sessions for d, sessions in self._ended.items() if d in self._drafters}
+        self._telling.forget(self._drafters)
         if not self.depth or not sequences:
             return [], 0.0
         for sequence in sequences:
@@ -204,40 +201,21 @@ class DraftBook:
         session.follow(sequence.tokens)
 
     def _fits_in(self, sequence: Sequence, items: Mapping[str, Seq[DraftItem]]) -> bool:
-        """Whether what its drafter is to be told of it fits into one message with those: the first always does."""
         session = self._sessions[sequence.id]
-        others = items.get(session.drafter, ())
-        told = sum(len(item.token_ids) for item in others)
-        return not others or told + len(sequence.tokens) - session.told <= MAX_TOLD
+        return self._telling.fits(session, sequence, items.get(session.drafter, ()))
 
     def _item(self, sequence: Sequence, k: int, items: Mapping[str, Seq[DraftItem]]) -> DraftItem:
         """Of an ask that has `items` already."""
         session = self._sessions[sequence.id]
-        told = sum(len(item.hidden) for item in items.get(session.drafter, ()))
-        reads = session.drafter in self._readers and told + len(sequence.hidden) <= self._states
-        base, session.told = session.told, len(sequence.tokens)
-        return DraftItem(
-            session=sequence.id,
-            base=base,
-            token_ids=sequence.tokens[base:],
-            k=k,
-            more=self._room(sequence) - k,
-            sampling=sequence.sampling.model_copy(update={"seed": sequence.seed}),
-            prompt_len=sequence.prompt_len,
-            salt=sequence.lineage.salt,
-            hidden=sequence.hidden if reads else b"",
-        )
+        return self._telling.item(session, sequence, k, self._room(sequence) - k, items.get(session.drafter, ()))
 
     def end(self, session: str) -> None:
         if (known := self._sessions.pop(session, None)) is not None and known.told:
-            self._ended.setdefault(known.drafter, []).append(session)
+            self._telling.end(known.drafter, session)
 
     def take_ended(self, drafter: str) -> list[str]:
         """Sessions to tell `drafter` the end of."""
-        ended = self._ended.pop(drafter, [])
-        if len(ended) > MAX_BATCH:
-            self._ended[drafter] = ended[MAX_BATCH:]
-        return ended[:MAX_BATCH]
+        return self._telling.take_ended(drafter)
 
     # Asks
 
@@ -262,11 +240,10 @@ class DraftBook:
         drafter has heard nothing."""
         if (drafter := self._drafters.get(ask.drafter)) is not None:
             drafter.closed(ask)
-        states = sum(len(item.hidden) for item in ask.items)
-        self._states = states // 2
+        bare = self._telling.too_large(ask)
         for item, session in self._closed(ask):
             session.told = min(session.told, item.base)
-            if item is ask.largest and not states:
+            if item is ask.largest and bare:
                 session.refuse(self._step)
 
     def answered(self, ask: Ask, drafts: Iterable[Draft], unknown: Iterable[str], seconds: float) -> int:
@@ -293,8 +270,9 @@ class DraftBook:
             elif draft.token_ids:
                 ignored += not self._take(ask.drafter, draft, asked.pop(draft.session).k)
         for name, item in asked.items():
-            if name not in missing and len(item.token_ids) <= UNREAD:  # else it was busy reading
-                self._nothing(name)
+            busy = name in missing or len(item.token_ids) > UNREAD  # reading
+            if not busy and (known := self._sessions.get(name)) is not None:
+                known.nothing()
         return ignored
 
     def _closed(self, ask: Ask) -> list[tuple[DraftItem, Session]]:
@@ -310,19 +288,5 @@ class DraftBook:
         return draft.position == item.base + len(item.token_ids) and all(t < self._vocab for t in draft.token_ids)
 
     def _take(self, drafter: str, draft: Draft, wanted: int) -> bool:
-        """False for one about another sequence of that name: an id may be used again before a late answer comes."""
         session = self._sessions.get(draft.session)
-        if session is None:
-            return True
-        if session.drafter != drafter or draft.position > session.told:
-            return False
-        session.acceptance.answered(draft.source)
-        session.refused = 0
-        tokens, chances = tuple(draft.token_ids[: self.depth]), tuple(draft.chances[: self.depth])
-        session.guess = Guess(drafter, draft.source, draft.position, tokens, chances, len(tokens) == wanted)
-        return True
-
-    def _nothing(self, name: str) -> None:
-        if (session := self._sessions.get(name)) is not None:
-            session.acceptance.answered(NOTHING)
-            session.encourage(False)
+        return session is None or session.take(drafter, draft, wanted, self.depth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from trine.completion import Completion
 
 KEPT = 40
 """Answers of each tenant."""
+_SECRET = re.compile("(?<=-[0-9a-f]{8})[0-9a-f]{24}")
+"""What is not told of an id: whoever knows all of it may read the answer's text, for as long as that is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,11 @@ class Recent:
         self._answers: dict[str, deque[Answer]] = {}
 
     def add(self, tenant: str, answer: Answer) -> None:
-        self._answers.setdefault(tenant, deque(maxlen=KEPT)).appendleft(answer)
+        """One that is there already was read once more: its life is that of the first time."""
+        kept = self._answers.setdefault(tenant, deque(maxlen=KEPT))
+        if all(known.id != answer.id for known in kept):
+            kept.appendleft(answer)
 
     def of(self, tenant: str) -> list[dict[str, Any]]:
         """The latest first."""
-        return [asdict(answer) for answer in self._answers.get(tenant, ())]
+        return [asdict(answer) | {"id": _SECRET.sub("", answer.id)} for answer in self._answers.get(tenant, ())]

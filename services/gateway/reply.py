@@ -151,20 +151,18 @@ class Reply(Response):
         return frames
 
     def _tool_frames(self, choice: int, tools: ToolStream, item: Delta | Completion) -> list[bytes]:
-        """Events of a message that may call tools. The last of those that one piece brings has the id."""
+        """The event of a message that may call tools, if the piece shows anything."""
         if isinstance(item, Completion):
-            chunks = [self._shape.part(choice, delta) for delta in tools.end()]
-            chunks.append(self._shape.end(choice, end_reason(item.finish_reason, tools.called)))
-        else:
-            new, deltas = tools.take(item)
-            if new.logprobs and not deltas:
-                deltas = [{}]
-            last = len(deltas) - 1
-            chunks = [self._shape.part(choice, delta, new if i == last else None) for i, delta in enumerate(deltas)]
-            position = self._positions[choice]
-            position.tokens = max(position.tokens, item.index + len(item.token_ids))
-            position.characters += len(new.text)
-        return [sse.event(chunk, self._event_id() if chunk is chunks[-1] else "") for chunk in chunks]
+            left = tools.end()
+            chunk = self._shape.end(choice, end_reason(item.finish_reason, tools.called), left)
+            return [sse.event(chunk, self._event_id())]
+        new, delta = tools.take(item)
+        position = self._positions[choice]
+        position.tokens = max(position.tokens, item.index + len(item.token_ids))
+        position.characters += len(new.text)
+        if not delta and not new.logprobs:
+            return []
+        return [sse.event(self._shape.part(choice, delta, new), self._event_id())]
 
     def _take(self, choice: int, item: Delta | Completion) -> None:
         """Raises a Problem for an answer that somebody cancelled."""

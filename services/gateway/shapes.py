@@ -45,9 +45,9 @@ class Shape:
         """One for each choice, or none where nothing may be called."""
         return [ToolStream(self.tools, self._choice_id(i), have) for i, have in enumerate(positions) if self.tools]
 
-    def part(self, choice: int, delta: dict[str, Any], new: Delta | None = None) -> dict[str, Any]:
+    def part(self, choice: int, delta: dict[str, Any], new: Delta) -> dict[str, Any]:
         """Of a message that may call tools; `new` has the log-probabilities that go with it."""
-        logprobs = self._logprobs(new.token_ids, new.logprobs, 0) if new else None
+        logprobs = self._logprobs(new.token_ids, new.logprobs, 0)
         return self._chunk([{"index": choice, "delta": delta, **_OPEN, "logprobs": logprobs}])
 
     def delta(self, choice: int, delta: Delta, offset: int) -> dict[str, Any]:
@@ -57,8 +57,9 @@ class Shape:
             return self._chunk([{"index": choice, "text": delta.text, **_OPEN, "logprobs": logprobs}])
         return self._chunk([{"index": choice, "delta": {"content": delta.text}, **_OPEN, "logprobs": logprobs}])
 
-    def end(self, choice: int, reason: str) -> dict[str, Any]:
-        body: dict[str, Any] = {"text": ""} if self.kind is Kind.TEXT else {"delta": {}}
+    def end(self, choice: int, reason: str, delta: dict[str, Any] | None = None) -> dict[str, Any]:
+        """`delta`: what is left of a message that may call tools."""
+        body: dict[str, Any] = {"text": ""} if self.kind is Kind.TEXT else {"delta": delta or {}}
         return self._chunk([{"index": choice, **body, "logprobs": None, "finish_reason": reason}])
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:

@@ -24,13 +24,15 @@ ARGUMENTS = ("arguments", "parameters")
 MAX_GAP = 1024
 """White space that is longer is content: what is held back is looked at again with each piece."""
 _IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_STRING = re.compile(r'"[^"\\]*+(?:\\[^\x00-\x1f][^"\\]*+)*+"')
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _JSON = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """`arguments` is an object in JSON, as the model wrote it."""
+    """`arguments` is an object in JSON, as the model wrote it; control characters in its texts are escaped."""
 
     name: str
     arguments: str
@@ -136,7 +138,7 @@ class ToolCallParser:
         """The call is complete: `closing` follows it, all of its tag or what there is of it."""
         body, self._body = "".join(self._body or ()), None
         try:
-            called = list(_calls(body, self._names))
+            called = list(_calls(_escaped(body), self._names))
         except (ValueError, RecursionError):
             self._show(pieces, OPEN + body + closing)
             return
@@ -157,6 +159,11 @@ def _is_gap(text: str) -> bool:
 def _begun(text: str, tag: str) -> int:
     """Length of the longest end of the text with which a tag begins."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+
+
+def _escaped(body: str) -> str:
+    """JSON has no control characters within strings, but models write them, line ends above all."""
+    return _STRING.sub(lambda text: _CONTROL.sub(lambda char: json.dumps(char[0])[1:-1], text[0]), body)
 
 
 def _calls(body: str, names: Collection[str]) -> Iterator[Called]:

@@ -26,31 +26,31 @@ class ToolStream:
     def called(self) -> bool:
         return self._parser.calls > 0
 
-    def take(self, delta: Delta) -> tuple[Delta, list[dict[str, Any]]]:
-        """What of it is new, and the message's deltas that it brings."""
+    def take(self, delta: Delta) -> tuple[Delta, dict[str, Any]]:
+        """What of it is new, and the message's delta that it brings, which may be empty.
+
+        It is one delta: a client that has it has all of the piece, and one that has not hears all of it again.
+        """
         known = min(self._have.characters, len(delta.text))
         self._have.characters -= known
         skipped = min(max(self._have.tokens - delta.index, 0), len(delta.token_ids))
-        self._deltas(self._parser.push(delta.text[:known]))
-        deltas = self._deltas(self._parser.push(delta.text[known:]))
+        self._delta(self._parser.push(delta.text[:known]))
+        told = self._delta(self._parser.push(delta.text[known:]))
         new = Delta(delta.text[known:], delta.token_ids[skipped:], delta.index + skipped, delta.logprobs[skipped:])
-        return new, deltas
+        return new, told
 
-    def end(self) -> list[dict[str, Any]]:
-        return self._deltas(self._parser.end())
+    def end(self) -> dict[str, Any]:
+        """The delta that is left when there is no more text."""
+        return self._delta(self._parser.end())
 
-    def _deltas(self, pieces: list[Piece]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for piece in pieces:
-            if isinstance(piece, str):
-                found.append({"content": piece})
-                continue
-            index, self._told = self._told, self._told + 1
-            call = _call(piece, self._choice_id, index)
-            head = {**call, "function": {"name": piece.name, "arguments": ""}}
-            found.append({"tool_calls": [{"index": index, **head}]})
-            found.append({"tool_calls": [{"index": index, "function": {"arguments": piece.arguments}}]})
-        return found
+    def _delta(self, pieces: list[Piece]) -> dict[str, Any]:
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls: list[dict[str, Any]] = []
+        for called in pieces:
+            if isinstance(called, Called):
+                calls.append({"index": self._told, **_call(called, self._choice_id, self._told)})
+                self._told += 1
+        return {**({"content": content} if content else {}), **({"tool_calls": calls} if calls else {})}
 
 
 def message_of(text: str, names: Collection[str], choice_id: str) -> dict[str, Any]:

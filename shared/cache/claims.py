@@ -15,13 +15,12 @@ import anyio
 from shared.cache.claim_log import ClaimLog, HeldClaim
 from shared.cache.prefix import PrefixCache
 from shared.flights import Turn, short
+from shared.patience import Patience
 from shared.peers import Peers
 from shared.telemetry import Counters
 
 ROUND_S = 0.1
 """How often who waits for others looks into the log: whether they still compute what it waits for."""
-PATIENCES = 3
-"""Without a new block for so many times the patience, it is computed here whatever the log says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +48,6 @@ class Flight:
     over: bool = False
 
 
-@dataclass(slots=True)
-class _Patience:
-    """How long somebody has waited, and for whom. Times in seconds."""
-
-    limit: float
-    progress: float
-    """When the last block came."""
-    since: float
-    """Since when `leader` is the one to wait for."""
-    leader: int = 0
-
-    def follow(self, leader: int, now: float) -> None:
-        if leader != self.leader:
-            self.since = now if self.leader else self.since
-            self.leader = leader
-
-    def over(self, now: float) -> bool:
-        """With this leader."""
-        return now - max(self.progress, self.since) > self.limit
-
-    def quite_over(self, now: float) -> bool:
-        return now - self.progress > PATIENCES * self.limit
-
-
 class Claims:
     """One worker's flights."""
 
@@ -85,8 +60,9 @@ class Claims:
     async def lead(self, need: Need, patience_s: float, since: float | None = None) -> Flight | None:
         """Claim what is missing and bring what others compute; what is missing then, is the caller's to compute.
 
-        Others are not waited for when they are dead, or when none of their blocks has come for `patience_s` seconds,
-        counted from `since` for who has waited for them already. None: without a claim, and without having waited.
+        Others are not waited for when they are dead, or when for `patience_s` seconds none of their blocks has come and
+        they were not seen at work (see `Patience`), counted from `since` for who has waited for them already. None:
+        without a claim, and without having waited.
         """
         claim = await self._log.claim(need.names[need.have() :])
         if claim is None:
@@ -95,11 +71,16 @@ class Claims:
         now = time.monotonic()
         try:
             began = now if since is None else since
-            await self._join(flight, need, _Patience(patience_s, began, began))
+            await self._join(flight, need, Patience(patience_s, began, began))
         except BaseException:
             self.end(flight)
             raise
         return flight
+
+    def at_work(self, name: bytes, now: float) -> tuple[str, dict[str, int]]:
+        """Which worker has claimed this block, "" if none is known to, and how many prompt tokens each of the others
+        has computed, by its last beat."""
+        return self._log.flights.worker_of(short([name])[0]), self._peers.counted("prefill_tokens", now)
 
     def end(self, flight: Flight) -> None:
         """Its blocks are stored, or will not be computed here. May be called twice."""
@@ -109,7 +90,7 @@ class Claims:
         for held in (flight.claim, *flight.rides):
             self._log.end(held)
 
-    async def _join(self, flight: Flight, need: Need, patience: _Patience) -> None:
+    async def _join(self, flight: Flight, need: Need, patience: Patience) -> None:
         looked, covered = time.monotonic(), 0
         while need.wanted() and (have := need.have()) < len(need.names):
             now = time.monotonic()
@@ -122,6 +103,7 @@ class Claims:
                 return  # that log is gone: there is no telling who computes what it said
             turn = flights.turn(flight.claim.seq, rest)
             patience.follow(turn.leader, now)
+            patience.hear(*self.at_work(need.names[have], now), now)
             if turn.wait and not covered:
                 self._counters["claims_joined"] += 1
                 need.joins()
@@ -150,7 +132,7 @@ class Claims:
             flight.claim = again
         return True
 
-    def _hopeless(self, flight: Flight, turn: Turn, patience: _Patience, now: float) -> bool:
+    def _hopeless(self, flight: Flight, turn: Turn, patience: Patience, now: float) -> bool:
         if turn.leader in turn.rides:
             return False
         return patience.over(now) or flight.claim.flights.lost(

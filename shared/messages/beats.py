@@ -36,10 +36,10 @@ class Load(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    blocks: Annotated[int, Field(ge=0)] = 0
+    running: Amount = 0
+    waiting: Amount = 0
+    free_blocks: Amount = 0
+    blocks: Amount = 0
     """In the worker's pool; 0: it has none."""
     cached_blocks: Amount = 0
     """Those that have a name: a request that begins as they do finds them."""

@@ -10,9 +10,13 @@ from shared.messages.base import MAX_SERVERS, Message
 from shared.sampling.fields import Logprob, TokenIds
 
 
-class Usage(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Told(BaseModel):
+    """Fields that a later version has are passed over: workers may be newer than their clients."""
 
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class Usage(_Told):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose KV existed before this request, in the worker's pool or in the shared cache."""
@@ -21,10 +25,8 @@ class Usage(BaseModel):
     accepted_tokens: int = 0
 
 
-class Timings(BaseModel):
+class Timings(_Told):
     """Milliseconds, as the decode worker saw them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
@@ -38,9 +40,7 @@ class Timings(BaseModel):
     """Of `ttft_ms`: waiting for a prefill worker, and computing the rest here. What is left, it waited for room."""
 
 
-class ServedBy(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class ServedBy(_Told):
     decode: str = ""
     prefill: Annotated[list[str], Field(max_length=MAX_SERVERS)] = []
     drafter: Annotated[list[str], Field(max_length=MAX_SERVERS)] = []

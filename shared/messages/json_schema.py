@@ -105,7 +105,7 @@ def _schemas(place: str, node: object) -> Iterator[tuple[str, dict[str, Any]]]:
     for keyword in ("properties", "patternProperties", "$defs", "definitions"):
         within = node.get(keyword)
         for name, inner in within.items() if isinstance(within, dict) else ():
-            yield from _schemas(f"{place}.{keyword}.{name}", inner)
+            yield from _schemas(f"{place}.{keyword}.{name:.60}", inner)  # else a long name would be copied to each
     for keyword in ("prefixItems", "anyOf", "oneOf", "allOf"):
         within = node.get(keyword)
         for number, inner in enumerate(within if isinstance(within, list) else ()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from shared.sampling.grammar_frames import packed, receive, send
 START_S = 60.0
 WALL_S = 15.0
 """Longest time for one question, where the machine is busy; processor time is bounded by the other end itself."""
+
+_NEEDED = re.compile("(PATH|HOME|TMPDIR|LANG|VIRTUAL_ENV)$|(LC|LD|DYLD)_|PYTHON")
+"""Variables of the environment that a Python program may need to start."""
 
 
 class Died(Exception):
@@ -31,6 +35,8 @@ class Channel:
         self.theirs = (source, sink)
         self.life = 0
         """Changes when the other end has died: it has forgotten everything then."""
+        self.broken = False
+        """Nothing can be asked any more: the other end is gone for good, or nobody knows where in a message it is."""
         self._number = 0
         self._lock = threading.Lock()
         os.set_blocking(self._sink, False)
@@ -49,8 +55,9 @@ class Channel:
                         return answer
                     if "died" in answer:
                         raise Died
-            except (OSError, ValueError, EOFError, TimeoutError) as error:
+            except (OSError, ValueError, EOFError) as error:  # a TimeoutError is an OSError
                 self.life += 1
+                self.broken |= not isinstance(error, TimeoutError)
                 raise Died(repr(error)) from None
             finally:
                 self._number += 1
@@ -75,8 +82,8 @@ class Link:
         """Blocking: loads what the other end needs. Raises OSError, Died."""
         self.compiling, self.following = Channel(), Channel()
         theirs = (*self.compiling.theirs, *self.following.theirs)
-        # What it has to do with needs no secrets.
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TRINE_")} | {"OMP_NUM_THREADS": "1"}
+        # It has to do with what anybody wrote, and needs no secrets.
+        environment = {k: v for k, v in os.environ.items() if _NEEDED.match(k)} | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shared.sampling.grammar_process", *map(str, theirs)],
             stdin=subprocess.DEVNULL,
@@ -99,7 +106,8 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        """Whether it is of any more use."""
+        return self._process.poll() is None and not (self.compiling.broken or self.following.broken)
 
     def close(self) -> None:
         """What is under way is given up."""

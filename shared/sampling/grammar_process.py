@@ -93,6 +93,9 @@ class Following:
 
 
 def main() -> None:
+    # A Ctrl-C, or a manager of services, tells all processes to end: the worker finishes its answers first.
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
     compiling, following = (int(sys.argv[1]), int(sys.argv[2])), (int(sys.argv[3]), int(sys.argv[4]))
     _, table, vocab_size, eos_ids, cpu_s = receive(compiling[0], math.inf)
     vocabulary = Vocabulary(table, vocab_size, eos_ids)

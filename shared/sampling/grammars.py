@@ -9,7 +9,8 @@ import itertools
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,10 @@ class Links:
         """Guides that nobody has any more."""
         self.names = itertools.count()
         self.words = -(-vocab_size // 32)
+
+    @property
+    def alive(self) -> bool:
+        return self._link is not None and self._link.alive
 
     @property
     def process_id(self) -> int | None:
@@ -114,6 +119,8 @@ class ApartGuide:
                 answer = link.following.ask([], what, self._name, tokens)
             return self._checked(answer)
         except Died as error:
+            if not link.alive:
+                raise Unavailable("the follower of forms is gone") from error
             reason = f"{self._field}: it takes too much time or memory to follow"
             raise InvalidField(reason, field=self._field) from error
 
@@ -166,7 +173,11 @@ class Grammars:
 
     async def guide(self, guided: Guided, *, banned: Collection[int], min_tokens: int) -> Guide:
         """See `Guides`."""
-        return ApartGuide(self._links, guided, await self._grammar(guided), banned, min_tokens)
+        text = await self._grammar(guided)
+        if not self._links.alive:  # the form was compiled before that one died
+            async with self._in_turn():
+                await anyio.to_thread.run_sync(self._links.link)
+        return ApartGuide(self._links, guided, text, banned, min_tokens)
 
     @property
     def process_id(self) -> int | None:
@@ -192,16 +203,22 @@ class Grammars:
         return kept
 
     async def _new(self, key: str, guided: Guided) -> Kept:
+        async with self._in_turn():
+            if (kept := self._known(key)) is None:  # nobody else has asked for it meanwhile
+                kept = await anyio.to_thread.run_sync(self._compiled, guided)
+                self._keep(key, kept)
+            return kept
+
+    @asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        """Raises Unavailable."""
         try:
             with anyio.fail_after(WAIT_S):
                 await self._turn.acquire()
         except TimeoutError:
             raise Unavailable("too many new forms are waiting to be compiled") from None
         try:
-            if (kept := self._known(key)) is None:  # nobody else has asked for it meanwhile
-                kept = await anyio.to_thread.run_sync(self._compiled, guided)
-                self._keep(key, kept)
-            return kept
+            yield
         finally:
             self._turn.release()
 
@@ -216,9 +233,12 @@ class Grammars:
     def _compiled(self, guided: Guided) -> Kept:
         """Raises Unavailable."""
         started = time.monotonic()
+        link = self._links.link()
         try:
-            answer = self._links.link().compiling.ask(guided.canonical)
-        except Died:
+            answer = link.compiling.ask(guided.canonical)
+        except Died as error:
+            if not link.alive:
+                raise Unavailable("the compiler of forms is gone") from error
             answer = {"error": "it takes too much time or memory to compile"}
         size = len(guided.canonical)
         if "error" in answer:

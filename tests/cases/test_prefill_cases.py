@@ -68,6 +68,19 @@ async def test_who_joined_a_cancelled_job_has_it_computed_soon() -> None:
         assert (await leader).finish_reason == "cancelled"
 
 
+async def test_jobs_that_take_turns_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No job has a new block for longer than the patience, while the prefill worker gets on with all of them."""
+    monkeypatch.setattr("shared.cache.claim_log.LOOK_S", 0.05)
+    async with FleetRig() as rig:
+        decode = await rig.decode(local_prefill_tokens=0, prefill_patience_s=0.5)
+        await rig.prefill(engine=FakeEngine(blocks=128, step_s=0.2))
+        client = rig.client()
+        prompts = [prompt(64, n) for n in range(4)]
+        answers = await asyncio.gather(*(client.generate(token_ids=tokens, max_tokens=3) for tokens in prompts))
+        assert [list(answer.token_ids) for answer in answers] == [completion(tokens, 3) for tokens in prompts]
+        assert (decode.counters["computed_blocks"], decode.counters["prefill_given_up"]) == (4, 0)  # the last of each
+
+
 async def test_queued_jobs_of_cancelled_requests_are_not_computed() -> None:
     async with FleetRig() as rig:
         await rig.decode(local_prefill_tokens=0, prefill_patience_s=5.0)

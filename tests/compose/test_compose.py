@@ -278,8 +278,8 @@ async def test_a_service_is_healthy_without_root_and_has_its_own_login_alone(fle
 
 async def test_scaling_and_a_killed_container_under_load_cost_no_answer(fleet: Fleet) -> None:
     """`--scale prefill=2 --scale decode=3`, then SIGKILL to a decode worker that is at work."""
+    before = await workers(fleet, decode=1, prefill=1)
     expected = await chat(fleet.openai())
-    before = await workers(fleet, decode=1)
     over = anyio.Event()
     answers: list[str] = []
 
@@ -303,7 +303,6 @@ async def test_scaling_and_a_killed_container_under_load_cost_no_answer(fleet: F
                 await anyio.sleep(0.2)
             while len(answers) < scaled + 4 * LOAD:
                 await anyio.sleep(0.2)
-        await workers(fleet, decode=3)
         over.set()
 
     assert set(answers) == {expected}

@@ -16,6 +16,8 @@ from tests.gateway_rig import gateway_on
 from trine.completion import ClientTimings, Completion
 from trine.roster import Roster
 
+LONG = f"cmpl-{'0123456789abcdef' * 2}-1"
+
 
 def completion(id: str = "a", timings: Mapping[str, float] = MappingProxyType({})) -> Completion:
     times = {
@@ -51,9 +53,10 @@ def test_a_tenant_sees_its_own_last_answers_and_no_text() -> None:
     recent = Recent()
     for number in range(KEPT + 5):
         recent.add("acme", Answer.of(completion(f"a-{number}"), 1.0))
-    recent.add("globex", Answer.of(completion("g"), 2.0))
+    recent.add("globex", Answer.of(completion(LONG), 2.0))
+    recent.add("globex", Answer.of(completion(LONG), 9.0))  # the end of a stream that was read once more
     told = overview(Roster(1.0), recent, "globex", None, 0.0, 5.0)
-    assert [answer["id"] for answer in told["answers"]] == ["g"]
+    assert [(answer["id"], answer["ended"]) for answer in told["answers"]] == [("cmpl-01234567-1", 2.0)]
     assert overview(Roster(1.0), recent, "nobody", "why", 0.0, 5.0)["answers"] == []
     mine = recent.of("acme")
     assert (len(mine), mine[0]["id"]) == (KEPT, f"a-{KEPT + 4}")

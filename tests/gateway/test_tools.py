@@ -101,20 +101,17 @@ async def test_a_call(rig: Rig) -> None:
 
 
 async def test_deltas(rig: Rig) -> None:
-    """As OpenAI streams calls: index, id and name first, then arguments."""
+    """A call comes in one piece, and no chunk says of it what another one has said."""
     choices = await rig.streamed(f"I look it up.\n{CALL}\n{CALL}")
     first, *middle, last = choices
     assert (first.delta.role, first.delta.content, last.finish_reason) == ("assistant", None, "tool_calls")
     assert "".join(c.delta.content or "" for c in middle) == "I look it up.\n"
-    deltas = [call for c in middle for call in c.delta.tool_calls or []]
-    assert [(d.index, d.type, d.function.name) for d in deltas if d.id] == [
+    deltas = [call for c in choices for call in c.delta.tool_calls or []]
+    assert [(d.index, d.type, d.function.name) for d in deltas] == [
         (0, "function", "get_weather"),
         (1, "function", "get_weather"),
     ]
-    assert deltas[0].function.arguments == "" and not deltas[1].id and deltas[1].function.name is None
-    for index in (0, 1):
-        said = "".join(d.function.arguments for d in deltas if d.index == index)
-        assert json.loads(said) == {"city": "Paris"}
+    assert all(d.id and json.loads(d.function.arguments) == {"city": "Paris"} for d in deltas)
 
 
 async def test_the_streaming_helper(rig: Rig) -> None:
@@ -206,6 +203,7 @@ async def test_going_on(rig: Rig) -> None:
     rig.voice.script = f"One moment.{CALL}{CALL} Done."
     ask = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "stream": True, "max_tokens": 100}
     whole = events((await rig.gateway.http.post("/v1/chat/completions", json=ask)).text)
+    assert not deltas([event for event in whole if not event[0]]), "what has no id would be heard twice"
     cuts = [number for number, (event_id, _) in enumerate(whole) if event_id]
     rests = [
         rig.gateway.http.post("/v1/chat/completions", json=ask, headers={sse.HEADER: whole[number][0]})

@@ -12,7 +12,7 @@ import pytest
 import xgrammar
 
 from shared.engine.engine import Engine
-from shared.errors import InvalidField, TrineError
+from shared.errors import InvalidField, TrineError, Unavailable
 from shared.messages import Guided
 from shared.sampling.grammar import GrammarGuide, Vocabulary, guided_of
 from shared.sampling.guide import Guide
@@ -110,6 +110,37 @@ async def test_a_form_is_followed_on_by_whoever_continues_the_answer(engine: Eng
         answer = stream.completion
         assert answer.attempts == 2 and (answer.text, answer.finish_reason) == (alone.text, "stop")
         assert 2 <= len(json.loads(answer.text)) <= 4
+
+
+class Compiling(Here):
+    """Until it is closed, which makes it give up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = asyncio.Event()
+
+    async def guide(self, *_: Any, **__: Any) -> Guide:
+        await self.closed.wait()
+        raise Unavailable("the compiler of forms is gone")
+
+    async def close(self) -> None:
+        self.closed.set()
+        await asyncio.sleep(0.2)
+
+
+async def test_who_stops_while_a_form_is_compiled_leaves_the_request_to_another(engine: Engine) -> None:
+    async with rig_of_letters() as rig:
+        rig.guides = Compiling()
+        first = await rig.decode("decode-1", engine=another(engine), drain_s=0.1)
+        asking = asyncio.create_task(rig.client().generate(**wish(1)))
+        async with asyncio.timeout(5):
+            while not first.load().running:
+                await asyncio.sleep(0.01)
+        rig.guides = Here()
+        await rig.decode("decode-2", engine=another(engine))
+        await rig.drain("decode-1")
+        assert (await asking).served_by.decode == "decode-2"
+        assert first.counters["failed_unavailable"] == 0
 
 
 async def refused(client: Any, **more: Any) -> TrineError:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from shared.errors import InvalidField
+from shared.errors import InvalidField, Unavailable
 from shared.messages import Guided
+from shared.sampling.grammar_link import Died
 from shared.sampling.grammars import Grammars
 from shared.sampling.guide import Guide
 from tests import tiny_models
@@ -79,6 +80,11 @@ async def test_hostile_forms_cost_who_compiles_and_follows_and_nobody_else() -> 
         assert await take(guide, ":1") == 2  # it was forgotten there, and made again
         assert grammars.process_id == first is not None
 
+        for name in (signal.SIGINT, signal.SIGTERM):  # as the terminal or systemd sends them to the worker too
+            os.kill(first, name)
+        assert await take(await made(grammars, choice=["c"]), "c") == 1
+        assert grammars.process_id == first
+
         os.kill(first, signal.SIGKILL)
         both = await asyncio.gather(*(made(grammars, choice=["a", "b"]) for _ in range(2)))
         assert [await take(one, "a") for one in both] == [1, 1] and both[0].ended
@@ -90,3 +96,21 @@ async def test_hostile_forms_cost_who_compiles_and_follows_and_nobody_else() -> 
         done.set()
         await grammars.close()
     assert grammars.process_id is None
+
+
+async def test_pipes_that_make_no_sense_any_more_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(TABLE, tiny_models.VOCAB, {EOS})
+    try:
+        guide = await made(grammars, choice=["ab"])
+        assert await take(guide, "a") == 1
+        following = grammars._links.following().following
+        with monkeypatch.context() as patched:
+            patched.setattr("shared.sampling.grammar_link.packed", lambda _: bytes(1 << 20))
+            with pytest.raises(Died):
+                await asyncio.to_thread(following.ask)
+        with pytest.raises(Unavailable):
+            await take(guide, "b")
+        assert await take(await made(grammars, choice=["ab"]), "ab") == 2  # known, and followed by another one
+        assert await take(guide, "b") == 1 and guide.ended
+    finally:
+        await grammars.close()

@@ -258,6 +258,18 @@ class TestHttp:
         with pytest.raises(InvalidField, match="no models at"):
             await first_model(url)
 
+    async def test_who_lists_no_models(self) -> None:
+        empty = "\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        answers = [f"HTTP/1.1 401 No{empty}", "INFO {}\r\n", f"HTTP/1.1 302 There\r\nlocation: /login{empty}", ""]
+        async with served(answer.encode() or None for answer in answers) as (url, asked):
+            with pytest.raises(InvalidField, match="it wants a key in OPENAI_API_KEY"):
+                await first_model(url)
+            with pytest.raises(InvalidField, match=r"no models at .*INFO"):  # a NATS server
+                await first_model(url)
+            with pytest.raises(InvalidField, match="no models at"):
+                await first_model(url, "secret")
+        assert [b"secret" in each for each in asked] == [False, False, True, False], "a key is for nobody else"
+
     @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://"])
     async def test_an_address_that_is_none(self, url: str) -> None:
         with pytest.raises(InvalidField, match="is not http"):

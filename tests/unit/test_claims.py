@@ -462,3 +462,18 @@ async def test_what_is_left_to_tell_is_told_at_the_end() -> None:
         fleet.a.claims.end(flight)
         await fleet.a.log.close()
         assert (await fleet.entries())[-1].ended == [1]
+
+
+async def test_who_is_at_work_is_waited_for_beyond_the_patience() -> None:
+    """What A says that it has computed grows, until it is stuck."""
+    async with Fleet() as fleet:
+        await fleet.a.lead("abc")
+        waiting = fleet.b.going("abc", patience_s=0.3)
+        for done in range(1, 10):
+            beat = Beat(role="prefill", worker="A", counters={"prefill_tokens": 256 * done})
+            fleet.b.peers.observe(beat, time.monotonic())
+            assert await waits(waiting, 0.1), done
+        began = time.monotonic()
+        await asyncio.wait_for(waiting, 1)
+        assert time.monotonic() - began > 0.1
+        assert fleet.b.counters["claims_taken_over"] == 1

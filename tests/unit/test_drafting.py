@@ -8,7 +8,8 @@ import pytest
 
 from services.decode.drafters import MAX_PAUSE, UNREAD, Ask, DrafterState, readers
 from services.decode.sequence import Sequence
-from services.decode.speculation import MAX_STATES, MAX_TOLD, DraftBook
+from services.decode.speculation import DraftBook
+from services.decode.telling import MAX_STATES, MAX_TOLD
 from shared.codec import encode
 from shared.messages import MAX_BATCH, MAX_HIDDEN, MAX_SESSION_TOKENS, Beat, Draft, DraftAsk, DraftItem, Sampling
 from tests.draft_world import MS, decoding

@@ -12,6 +12,7 @@ from shared.codec import Format, decode, encode
 from shared.errors import InvalidField
 from shared.messages import Generate, Guided
 from shared.messages.guided import MAX_SCHEMA_DEPTH
+from shared.messages.json_schema import _schemas
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -91,6 +92,11 @@ UNSEEN: list[dict[str, Any]] = [
 def test_what_an_answer_would_not_be_held_to_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=r"support|needs a type|not among"):
         Guided(json_schema=schema)
+
+
+def test_a_long_name_is_not_copied_to_every_place_below_it() -> None:
+    schema = {"properties": {"k" * 100_000: {"properties": {"a": {}, "b": nested(20)}}}}
+    assert max(len(place) for place, _ in _schemas("$", schema)) < 1000
 
 
 class Address(BaseModel):

@@ -302,6 +302,18 @@ def test_an_unknown_version_is_refused_by_name(format: Format) -> None:
         decode(data, Generate)
 
 
+def test_what_a_later_worker_adds_to_an_end_or_a_beat_is_passed_over() -> None:
+    end = Finished(id="a", reason="stop", seed=1, usage=Usage(prompt_tokens=3), timings=Timings(), served_by=ServedBy())
+    newer: dict[str, Any] = end.model_dump(exclude_none=True)
+    for part in ("usage", "timings", "served_by"):
+        newer[part]["new_field"] = 1
+    assert decode(msgpack.packb(newer), Finished) == end
+    beat = Beat(role="decode", worker="d1", identity=IDENTITY)
+    later: dict[str, Any] = beat.model_dump(exclude_none=True) | {"new_field": 1}
+    later["load"]["new_field"] = 1
+    assert decode(msgpack.packb(later), Beat) == beat
+
+
 def test_a_hidden_state_has_a_largest_size() -> None:
     beat = Beat(role="drafter", worker="x", hidden_size=MAX_HIDDEN)
     item = DraftItem(session="a", base=0, token_ids=[1], k=1, sampling=Sampling(), hidden=bytes(2 * MAX_HIDDEN))

@@ -113,13 +113,15 @@ class TestRoster:
 
     def test_whoever_beats_can_neither_fill_memory_nor_break_a_reader(self) -> None:
         roster = heard(counted(0.0, generated_tokens=0), counted(1.0, generated_tokens=10**18))
-        roster.hear(beat(worker="d-2", load={"running": -5, "waiting": 10**18, "free_blocks": 9, "blocks": 3}), 1.0)
+        roster.hear(beat(worker="d-2", load={"waiting": 2**53, "free_blocks": 9, "blocks": 3}), 1.0)
         first, second = only(roster, 1.5).workers
         assert first.tokens_s == 2**53
         assert (second.running, second.waiting) == (0, 2**53)
         for number in range(MAX_WORKERS + 10):
             roster.hear(beat(worker=f"x-{number}"), 2.0)
         assert len(list(roster.live(2.0))) == MAX_WORKERS
+        roster.hear(beat(worker="d-2", load={"running": 7}), 2.0)
+        assert [b.load.running for _, b in roster.live(2.0) if b.worker == "d-2"] == [7], "the known go on being heard"
         roster.hear(beat(worker="late"), 2.0 + TIMEOUT + 1)
         assert [row.worker for row in only(roster, 2.0 + TIMEOUT + 1).workers] == ["late"], "the silent make room"
 

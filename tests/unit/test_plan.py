@@ -225,5 +225,6 @@ def test_the_command() -> None:
     assert json.loads(result.stdout)["workers"]["decode"] == 1
     assert "one NATS server" in run.invoke(app, given_).stdout
     assert run.invoke(app, [*given_, "--metrics", "file:///etc/passwd"]).exit_code == 1
+    assert "no folder or GGUF file '/no/such'" in run.invoke(app, ["plan", "--model", "/no/such"]).stderr
     assert run.invoke(app, ["plan", "--params", "-1", "--hardware", "h100"]).exit_code == 1
     assert run.invoke(app, [*given_, "--memory-gb", "80"]).exit_code == 1

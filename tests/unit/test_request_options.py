@@ -11,6 +11,7 @@ import pytest
 
 from shared.errors import InvalidField
 from shared.messages import Generate, Sampling, ServedBy, Usage
+from trine import chat_cli, demo
 from trine.chat import COMMANDS, Conversation
 from trine.chat_cli import chat
 from trine.completion import ClientTimings, Completion
@@ -90,3 +91,10 @@ def test_a_conversation() -> None:
     assert all(command.split()[0] in (talk.command("/help") or "") for command in COMMANDS)
     assert talk.command("/nope") == "no command /nope; /help lists them"
     assert talk.command("/quit") is None
+
+
+def test_what_others_wrote_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    chat_cli._say("d-1\x1b[2J")
+    demo._write("a\x1b]0;b\x07", show=True)
+    said = capsys.readouterr()
+    assert (said.err, said.out) == ("d-1\ufffd[2J\n", "a\ufffd]0;b\ufffd")

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from shared.errors import ContextLengthExceeded, EmptyPrompt, InvalidField, ModelError
-from shared.messages import ChatMessage
+from shared.messages import ChatMessage, Function, Tool
 from shared.sampling.stopping import Completion
 from shared.tokenizer import Tokenizer
 
@@ -346,6 +346,12 @@ def test_loading(tmp_path: Path) -> None:
     several = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
     write(folder, tokenizer_config__json=json.dumps({"chat_template": several}))
     assert Tokenizer.load(folder).decode(Tokenizer.load(folder).chat(user("x"))) == "D"
+    several.append({"name": "tool_use", "template": "{{ bos_token }}{{ tools[0].function.name }}"})
+    write(folder, tokenizer_config__json=json.dumps({**config, "chat_template": several}))
+    with_tools = Tokenizer.load(folder)
+    assert with_tools.decode(with_tools.chat(user("x"))) == "D"
+    tool = Tool(function=Function(name="f"))
+    assert names(with_tools, with_tools.chat(user("x"), tools=[tool])) == ["<s>", "f"]
     write(folder, chat_template__jinja="J")
     assert Tokenizer.load(folder).decode(Tokenizer.load(folder).chat(user("x"))) == "J"
     (folder / "tokenizer_config.json").unlink()

@@ -5,6 +5,7 @@ import { byId, element, say } from "./dom.js";
 import { plural } from "./format.js";
 import { bar, facts, total } from "./life.js";
 
+const TOLD = "chatcmpl-".length + 8; // so much of an answer's id is in /fleet
 const NEAR_END = 60; // pixels: who has scrolled up further is reading, and is left there
 
 export class Chat {
@@ -99,7 +100,7 @@ export class Chat {
           written.appendData(choice.delta.content);
           this.#follow();
         }
-        if (choice?.finish_reason) this.#awaited.set(chunk.id, turn);
+        if (choice?.finish_reason) this.#awaited.set(chunk.id.slice(0, TOLD), turn);
         if (choice?.finish_reason === "length") this.#note(turn, "Cut off at the most tokens that were asked for.");
         if (chunk.usage) say(byId("said"), `Answer complete: ${plural(chunk.usage.completion_tokens, "token")}.`);
         if (chunk.usage) document.dispatchEvent(new CustomEvent("answered"));
