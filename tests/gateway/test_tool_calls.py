@@ -118,18 +118,21 @@ def test_any_cut_gives_the_same_as_the_text_so_far_gives(text: str, places: list
 
 
 @given(TEXTS)
+@example(f"{CALL}_call>")
 def test_no_text_is_lost(text: str) -> None:
-    rest = text
+    rest, called = text, False
     for piece in parse(text):
         if isinstance(piece, str):
-            before, found, rest = rest.partition(piece)
+            # The same text may stand in the tag that ends a call, which is not shown.
+            before, found, rest = (rest.partition(CLOSE)[2] if called else rest).partition(piece)
+            called = False
             assert found
         else:
             written = piece.arguments.replace("\\n", "\n")
             before, found, rest = rest.partition(written if written != "{}" else "}")
             assert found
             json.loads(piece.arguments)
-            before = ""  # the rest of a call
+            before, called = "", True  # the rest of a call
         assert not before.strip(" \n\t]}") or CLOSE in before
 
 
