@@ -25,15 +25,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## start a fleet, stream an answer, ask again with a warm cache
 	$(BIN)/trine demo
 
-# Tests of pure code, kernels and buses share the cores. Those of small fleets mostly wait: two run at a time, and nothing
-# else. Those with real weights, and those that break things on a clock, have the cores to themselves.
+# Tests of pure code, kernels and buses share the cores, and a third of them waits at any moment. Those of small fleets
+# mostly wait, but on clocks: two run at a time, and nothing else. Those with real weights, and those that break things on
+# a clock, have the cores to themselves.
 FLEETS := tests/gateway tests/integration
 ALONE := tests/e2e tests/chaos
+PURE := -n 3 --dist worksteal
 SHARED := -n 2 --dist worksteal
 TOGETHER := $(filter-out $(FLEETS) $(ALONE) tests/compose tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: setup ## the fast tests
-	$(BIN)/python -m pytest -m "not slow" $(SHARED) $(TOGETHER)
+	$(BIN)/python -m pytest -m "not slow" $(PURE) $(TOGETHER)
 	$(BIN)/python -m pytest -m "not slow" $(SHARED) $(FLEETS)
 	$(BIN)/python -m pytest -m "not slow" $(ALONE)
 

@@ -45,6 +45,7 @@ def check(cases: Sequence[Case], cache: Path) -> set[str]:
     return {line["kernel"] for line in lines}
 
 
+@pytest.mark.slow
 def test_each_codec_and_target(tmp_path: Path) -> None:
     assert check(FAST, tmp_path) == {"_write", "_write_values_in_groups", "_seal", "_keep", "attend", "merge"}
     assert {case.codec for case in FAST} == set(CODECS) and {case.target for case in FAST} == set(TARGETS)

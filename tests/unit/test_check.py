@@ -45,6 +45,7 @@ def test_every_codec_in_one_table(model: Path) -> None:
     assert "measuring int4" in done.stderr
 
 
+@pytest.mark.slow
 def test_int8_weights_as_json_on_a_text_of_ones_own(tmp_path: Path) -> None:
     model, text = write_ruined(tmp_path / "healthy", outlier=0.0), tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 4)

@@ -218,6 +218,7 @@ GRADES = ((0.0, 0.0), (0.2, 0.2), (0.5, 0.5), (0.7, 0.8), (0.9, 0.9), (0.3, 0.95
 class TestWorlds:
     """Drafters share the machine here: while one works beside a step, the step does not get on."""
 
+    @pytest.mark.slow
     def test_as_good_as_the_best_fixed_depth_and_never_worse_than_none(self) -> None:
         """The fixed depth is chosen with hindsight, at exact costs."""
         ratios = []

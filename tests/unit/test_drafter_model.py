@@ -92,7 +92,7 @@ def watched(*, blocks: int = 64, block_size: int = 4, context: int = 512) -> tup
 
 
 class TestExact:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(st.integers(0, 2**32), st.integers(10, 60))
     def test_drafts_are_the_models_own_continuation_whatever_was_accepted(self, seed: int, blocks: int) -> None:
         """Sessions with common beginnings, random acceptance, random steps ahead, a pool of random size, sessions that

@@ -162,7 +162,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Capacity]:
     return captured
 
 
-@pytest.mark.parametrize("codec", ["none", "int4"])
+@pytest.mark.parametrize("codec", ["none", pytest.param("int4", marks=pytest.mark.slow)])
 def test_an_engine_over_captured_steps_answers_alike(model: Model, made: list[Capacity], codec: str) -> None:
     plain, captured = engine_of(model, codec), engine_of(model, codec, runner=TritonRunner)
     ends = [8, 3, 15]
