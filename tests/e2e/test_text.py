@@ -65,12 +65,12 @@ def compare(
 async def test_thirty_prompts_have_the_greedy_text_of_transformers(
     stack: Fleet, gold: Gold, tokenizer: Tokenizer
 ) -> None:
-    answers = await ask_all(stack, PROMPTS, 128, temperature=0)
+    answers = await ask_all(stack, PROMPTS, 64, temperature=0)
     compare(gold, tokenizer, PROMPTS, answers, None)
-    assert sum(a.usage.completion_tokens for a in answers) > 30 * 40
+    assert sum(a.usage.completion_tokens for a in answers) > 30 * 30
     assert sum(a.usage.accepted_tokens for a in answers) > 0
     for answer in answers:
-        assert answer.finish_reason == ("length" if answer.usage.completion_tokens == 128 else "stop")
+        assert answer.finish_reason == ("length" if answer.usage.completion_tokens == 64 else "stop")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -53,7 +53,10 @@ def test_each_codec_and_target(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("codec", "target"),
+    [(codec, target) for codec in CODECS for target in TARGETS if target != "gfx942" or codec == "none"],
+)
 def test_every_variant(codec: str, target: str, tmp_path: Path) -> None:
+    """For AMD, which nobody has run it on, one codec has to do."""
     check([case for case in every() if (case.codec, case.target) == (codec, target)], tmp_path)
