@@ -62,6 +62,7 @@ def test_make_targets_exist() -> None:
             assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_up_starts_a_fleet_and_ctrl_c_ends_it() -> None:
     """The block as it stands, but on free ports: somebody may have servers on 4222 and 8000."""
     (code,) = blocks("up")

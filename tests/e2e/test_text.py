@@ -73,14 +73,13 @@ async def test_thirty_prompts_have_the_greedy_text_of_transformers(
         assert answer.finish_reason == ("length" if answer.usage.completion_tokens == 64 else "stop")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_drafter_on_off_and_killed_half_way_give_one_text(
-    eager_fleet: Fleet, gold: Gold, tokenizer: Tokenizer, temperature: float
+    eager_fleet: Fleet, gold: Gold, tokenizer: Tokenizer
 ) -> None:
     """`on` is checked against the reference; `killed` and `off` must then be the same, but for near-ties."""
     prompts = PROMPTS[:5]
-    sampling = Sampling(temperature=temperature, seed=11)
-    params = {"temperature": temperature, "seed": 11}
+    sampling = Sampling(temperature=0.8, seed=11)
+    params = {"temperature": 0.8, "seed": 11}
     on = await ask_all(eager_fleet, prompts, 48, **params)
     task = asyncio.create_task(ask_all(eager_fleet, prompts, 48, **params))
     await asyncio.sleep(2.5)
