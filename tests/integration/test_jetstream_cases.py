@@ -108,7 +108,7 @@ async def test_cases_71_and_73_an_outage_under_load(tmp_path: Path, monkeypatch:
 async def test_case_75_a_prefill_five_times_as_long_as_the_ack_wait(
     held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two workers of each role. Without its holds, whatever takes so long is delivered again, and done by two."""
+    """Two workers of each role. Without its holds, whatever takes so long is delivered again, and done again."""
     if not held:
         monkeypatch.setattr(JobActor, "_hold", lambda _: asyncio.sleep(60))
     tokens = prompt(4 * B + 1)
@@ -124,7 +124,8 @@ async def test_case_75_a_prefill_five_times_as_long_as_the_ack_wait(
             stored = await bus.read(SUBJECTS.event_stream, SUBJECTS.events("one"))
             ends = [event for m in stored if isinstance(event := decode_event(m.data), Finished)]
             assert [end.usage.completion_tokens for end in ends] == [8]
-            assert sum(worker.counters["jobs_done"] for worker in workers) == (1 if held else 2)
+            done = sum(worker.counters["jobs_done"] for worker in workers)
+            assert done == 1 if held else done > 1
             if held:
                 assert answer.attempts == 1
                 assert not any(worker.counters["redeliveries"] for worker in workers)
