@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -12,6 +11,7 @@ from benchmarks.simulate_cache import Hits
 from benchmarks.simulate_clock import BusRates
 from shared.cache.naming import Lineage
 from shared.messages import Identity
+from trine.bench_stats import percentile
 
 BLOCK = 16
 VOCABULARY = 50_000
@@ -136,8 +136,8 @@ class Result:
             "seconds": self.seconds,
             "requests_per_s": self.requests / max(self.seconds, 1e-9),
             "tokens_per_s": self.tokens_per_s,
-            "ttft_ms": {"p50": percentile(self.ttft_s, 0.5) * 1e3, "p99": percentile(self.ttft_s, 0.99) * 1e3},
-            "tpot_ms": {"p50": percentile(self.tpot_s, 0.5) * 1e3, "p99": percentile(self.tpot_s, 0.99) * 1e3},
+            "ttft_ms": _ms(self.ttft_s),
+            "tpot_ms": _ms(self.tpot_s),
             "busy": self.busy,
             "limit": self.limit,
             "prompt_blocks": {name: count / blocks for name, count in found.items()},
@@ -148,8 +148,6 @@ class Result:
         }
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Between the nearest two; 0 of none."""
-    if len(values) < 2:
-        return values[0] if values else 0.0
-    return statistics.quantiles(values, n=100, method="inclusive")[min(max(round(share * 100), 1), 99) - 1]
+def _ms(seconds: Sequence[float]) -> dict[str, float]:
+    """0 of none."""
+    return {f"p{percent}": percentile(seconds or (0.0,), percent) * 1e3 for percent in (50, 99)}
