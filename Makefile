@@ -63,8 +63,10 @@ format: setup ## apply what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## measure a fleet on this machine (minutes)
-	$(BIN)/python -m benchmarks.stack
+# PEERS: where other servers are, as benchmarks.peers takes it (docs/benchmarks.md), e.g. '--vllm-python ENV/bin/python'.
+PEERS ?=
+bench: setup ## measure everything on this machine (under 45 minutes) and write docs/results.md, its plots, the README's table
+	$(BIN)/python -m benchmarks.report $(PEERS)
 
 # What is in the folder already is not done again: after a kill the same command goes on.
 DRAFTER := .trine/drafter

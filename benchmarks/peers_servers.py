@@ -196,11 +196,11 @@ def transformers(variant: Variant, options: argparse.Namespace) -> Iterator[Serv
 PEERS = {"vllm": vllm, "llama.cpp": llama_cpp, "transformers": transformers}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, only: str = "--only") -> None:
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment with vLLM")
     parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server")
     parser.add_argument("--transformers-python", metavar="PATH", help="another Python than this one for transformers")
-    parser.add_argument("--only", nargs="*", choices=sorted(PEERS), help="these peers alone")
+    parser.add_argument(only, nargs="*", choices=sorted(PEERS), help="these peers alone")
 
 
 @contextmanager
