@@ -23,7 +23,9 @@ ENGINE = {
 }
 APART = {"xgrammar"}
 """Installed by itself on CPUs: it asks for Triton, which is larger than the whole image and which only GPUs need."""
-EXTRAS = {"worker": (), "worker-cuda": ("gpu",), "gateway": ("gateway",)}
+EVERYWHERE = ("otel", "nkeys")
+"""What a deployment turns on by a setting: traces, and logging in by key."""
+EXTRAS = {"worker": EVERYWHERE, "worker-cuda": ("gpu", *EVERYWHERE), "gateway": ("gateway", *EVERYWHERE)}
 
 
 def requirements(image: str, pyproject: Path) -> list[str]:

@@ -106,7 +106,8 @@ def test_each_service_mounts_its_own_credentials_alone() -> None:
 def test_settings_are_known_and_valid(fleet: dict[str, dict[str, Any]]) -> None:
     known = {f"TRINE_{field.upper()}" for kind in SETTINGS for field in kind.model_fields}
     for name, service in fleet.items():
-        given = {n: str(v) for n, v in service.get("environment", {}).items() if n.startswith("TRINE_")}
+        told = service.get("environment", {}).items()
+        given = {n: "" if v is None else str(v) for n, v in told if n.startswith("TRINE_")}
         assert set(given) <= known | {"TRINE_TENANTS", "TRINE_NATS_SERVER_CERT", "TRINE_NATS_SERVER_KEY"}, name
         for kind in SETTINGS:
             fields: dict[str, Any] = {n.removeprefix("TRINE_").lower(): v for n, v in given.items()}
@@ -169,6 +170,12 @@ def test_the_gateways_packages_lead_to_no_torch() -> None:
     assert {"nats-py", "fastapi", "uvicorn", "tokenizers"} <= seen
     assert not seen & {"torch", "transformers", "triton", "numpy"}
     assert {name_of(line) for line in requirements("worker", ROOT / "pyproject.toml")} >= ENGINE
+
+
+@pytest.mark.parametrize("image", sorted(EXTRAS))
+def test_traces_and_keys_need_nothing_that_an_image_lacks(image: str) -> None:
+    there = {name_of(line) for line in requirements(image, ROOT / "pyproject.toml")}
+    assert {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http", "nkeys"} <= there
 
 
 def test_the_gateway_and_the_operators_commands_need_no_other_packages() -> None:
