@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 
 from shared import tracing
 from shared.bus.base import Bus, ConsumerSpec, Incoming, StreamSpec
+from shared.bus.listening import listen
 from shared.codec import decode, encode
 from shared.config import Settings
 from shared.errors import BadMessage, BusError, ConfigError, RequestError
@@ -116,8 +117,8 @@ class Actor:
         try:
             await self.ensure_streams()
             self.bus.on_reconnect(self.ensure_streams)
-            await self.bus.subscribe(self.subjects.beats, self._on_beat)
-            await Micro(self.bus, self.role, self.worker, self._report).start()
+            await listen(self.bus, self.subjects.beats, self._on_beat)
+            await self.until_bus(Micro(self.bus, self.role, self.worker, self._report).start)
             await self._join()
             await self.setup()
             async with anyio.create_task_group() as group:

@@ -10,6 +10,7 @@ import anyio
 
 from shared.actor import Actor
 from shared.bus.base import Bus, Incoming, Job
+from shared.bus.listening import listen
 from shared.bus.settle import settle
 from shared.cancels import Cancels
 from shared.config import Settings
@@ -42,7 +43,7 @@ class JobActor(Actor):
     # Life
 
     async def setup(self) -> None:
-        await self.bus.subscribe(self.subjects.cancels, self._on_cancel)
+        await listen(self.bus, self.subjects.cancels, self._on_cancel)
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {"holds": self._hold, "queues": self._watch_queues}

@@ -16,6 +16,7 @@ import structlog
 from services.decode.affinity import Affinity
 from shared.actor import HURRY
 from shared.bus.base import Bus, Incoming, Job
+from shared.bus.listening import listen
 from shared.cache.blocks import BlockAllocator
 from shared.cache.summary import summarise
 from shared.codec import decode, encode
@@ -58,8 +59,8 @@ class Handovers:
         self._take = take
 
     async def start(self) -> None:
-        await self._bus.subscribe(self._subjects.all_held, self._on_held)
-        await self._bus.subscribe(self._subjects.handover(self._worker), self._on_offer)
+        await listen(self._bus, self._subjects.all_held, self._on_held)
+        await listen(self._bus, self._subjects.handover(self._worker), self._on_offer)
 
     async def tell(self) -> None:
         """Side task: say what the pool holds, soon after it has changed and with every beat."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import structlog
 
 from shared.bus.base import Bus, Incoming
+from shared.bus.listening import listen
 from shared.bus.wire import INBOX
 from shared.codec import decode, encode
 from shared.errors import BusError, RequestError, StreamMissing
@@ -30,7 +31,7 @@ class Replays:
         self._counters = counters
 
     async def start(self) -> None:
-        await self._bus.subscribe(self._subjects.agains, self._on_ask, queue=QUEUE)
+        await listen(self._bus, self._subjects.agains, self._on_ask, queue=QUEUE)
 
     async def _on_ask(self, message: Incoming) -> None:
         try:

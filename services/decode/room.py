@@ -11,6 +11,7 @@ import structlog
 
 from services.decode.outflow import Outflow
 from shared.bus.base import Bus, Incoming
+from shared.bus.listening import listen
 from shared.bus.wire import INBOX
 from shared.codec import encode
 from shared.errors import BusError
@@ -50,7 +51,7 @@ class Rooms:
         self._there = 0
 
     async def start(self) -> None:
-        await self._bus.subscribe(self._subjects.room, self._on_ask, queue=QUEUE)
+        await listen(self._bus, self._subjects.room, self._on_ask, queue=QUEUE)
 
     async def watch(self) -> None:
         """Look at the queue now and then while it moves, so that its rate is known when somebody asks."""

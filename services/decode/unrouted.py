@@ -8,6 +8,7 @@ import structlog
 
 from services.decode.refusal import failed, readable_id
 from shared.bus.base import Bus, Incoming
+from shared.bus.listening import listen
 from shared.bus.wire import INBOX
 from shared.codec import encode, format_of
 from shared.errors import BusError, UnknownModel
@@ -27,7 +28,7 @@ class Unrouted:
         self._subjects = subjects
 
     async def start(self) -> None:
-        await self._bus.subscribe(ALL_REQUESTS, self._on_request, queue=QUEUE)
+        await listen(self._bus, ALL_REQUESTS, self._on_request, queue=QUEUE)
 
     async def _on_request(self, message: Incoming) -> None:
         try:

@@ -21,6 +21,7 @@ from services.drafter.sources.head import usable
 from services.drafter.sources.suffix import SuffixSource
 from shared.actor import Actor
 from shared.bus.base import Bus, Incoming
+from shared.bus.listening import listen
 from shared.codec import decode, encode
 from shared.errors import ConfigError, RequestError, TrineError
 from shared.messages import MAX_SESSION_TOKENS, DraftAsk, DraftItem, Load
@@ -89,7 +90,7 @@ class DrafterWorker(Actor):
         return Report("draft", subject, counters.get("asks", 0) + bad, bad, counters.get("step_ms", 0))
 
     async def setup(self) -> None:
-        await self.bus.subscribe(self.subjects.draft(self.worker), self._on_ask)
+        await listen(self.bus, self.subjects.draft(self.worker), self._on_ask)
 
     def side_tasks(self) -> dict[str, Callable[[], Awaitable[None]]]:
         return {"model": self._steps, "index": self._index, "sweep": self._sweep}

@@ -10,6 +10,7 @@ import anyio
 import structlog
 
 from shared.bus.base import Bus, Incoming
+from shared.bus.listening import listen
 from shared.cache.blocks import BlockAllocator
 from shared.cache.fetch import Claim, Take, fetch
 from shared.cache.follower import IndexFollower
@@ -85,7 +86,7 @@ class PrefixCache:
 
     async def start(self) -> None:
         """Raises ConfigError if the cache's stream exists with another configuration."""
-        await self._bus.subscribe(self._subjects.drop, self._on_drop)
+        await listen(self._bus, self._subjects.drop, self._on_drop)
         await self._follower.start()
         if self._host is not None and (trouble := await self._host.open()):
             log.warning("no host tier: blocks are shared through NATS alone", reason=trouble)
