@@ -109,6 +109,10 @@ def _gateway(result: Result) -> str:
     return f"+ {result['ttft_added_ms']:.1f} ms; {result['tokens_per_s']:,.0f} tokens per second"
 
 
+def _newcomer(result: Result) -> str:
+    return f"{result['first_token_s'] / 60:.1f} minutes, {result['installed_s'] / 60:.1f} of them for pip"
+
+
 def _failover(result: Result) -> str:
     return f"answers go on after {result['recovery_median_s']} s in the median, {len(result['wrong'])} wrong"
 
@@ -145,6 +149,7 @@ ROWS = {
         "gateway",
         "**The gateway**, beside plain NATS: time to the first token; streamed by one process on one core",
     ): _gateway,
+    ("newcomer", "**From `git clone` to the first token**, everything installed on the way"): _newcomer,
     ("failover", "**Trust**: a leader of NATS killed under load"): _failover,
 }
 """By benchmark and what the row is about: what its result says of it."""

@@ -53,6 +53,9 @@ BENCHMARKS = (
     Benchmark(
         "simulate", 1, "What more workers and machines bring, played with the real schedulers on a virtual clock."
     ),
+    Benchmark(
+        "newcomer", 6, "From the README's first command on a fresh clone to the first token on the screen.", extra=True
+    ),
     Benchmark("peers", 16, "Trine beside other servers: same weights, same cores, same load, in turn.", peers=True),
     Benchmark(
         "interference",

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.newcomer import STEPS
+
 Result = Mapping[str, Any]
 Cell = str | float | None
 
@@ -140,6 +142,10 @@ def simulate(result: Result) -> list[str]:
     return lines[1:]
 
 
+def newcomer(result: Result) -> list[str]:
+    return table(("since the first command", "seconds"), [(what, result[name]) for name, what in STEPS.items()])
+
+
 def peers(result: Result) -> list[str]:
     names = [server["name"] for server in result["servers"]]
     rows = [
@@ -180,6 +186,7 @@ TABLES: Mapping[str, Callable[[Result], list[str]]] = {
     "gateway": gateway,
     "failover": failover,
     "simulate": simulate,
+    "newcomer": newcomer,
     "peers": peers,
     "interference": interference,
 }
