@@ -81,7 +81,8 @@ def _case(question: dict[str, Any], tokens: Sequence[int], eos: frozenset[int], 
         said += 1
     options = {name: value for name, value in question.items() if name != "token_ids"}
     prompt = tuple(question["token_ids"])
-    cut = tuple(tokenizer.decode(tokens[:count]) for count in range(said + 1))
+    # Who cancels after the last token has all of the answer, and a stop string is no part of it.
+    cut = (*(tokenizer.decode(tokens[:count]) for count in range(said)), completion.text)
     expected = Expected(len(prompt), tuple(tokens[:said]), completion.text, reason, question["seed"], cut)
     return Case(prompt, options, expected)
 

@@ -47,7 +47,7 @@ class ChaosFleet:
         self.problems: list[str] = []
         self.ends: list[tuple[str, str]] = []
         self._model = model
-        self._allowed: dict[str, list[str]] = {}
+        self._allowed: dict[str, list[set[str]]] = {}
         self._stack = contextlib.AsyncExitStack()
         self.proxy: Proxy
         self.workers: Fleet
@@ -104,8 +104,8 @@ class ChaosFleet:
             worker, how = end[1], end[2] or end[3]
             self.ends.append((worker, how))
             allowed = self._allowed.get(worker, [])
-            if how in allowed:
-                allowed.remove(how)
+            if meant := next((ways for ways in allowed if how in ways), None):
+                allowed.remove(meant)
             else:
                 tail = self.workers.tail(worker)[-1:]
                 self.problems.append(f"{worker} ended by itself ({how}): {' '.join(tail)[-600:]}")
@@ -113,8 +113,9 @@ class ChaosFleet:
     def signal(self, worker: str, sign: signal.Signals) -> int:
         """Raises Unavailable when it does not run. An end by it is no problem."""
         if sign in (signal.SIGKILL, signal.SIGTERM):
-            how = "SIGKILL" if sign is signal.SIGKILL else "0"
-            self._allowed.setdefault(worker, []).append(how)
+            # A worker that has hardly begun to start does not listen yet: it ends as any process does.
+            ways = {"SIGKILL"} if sign is signal.SIGKILL else {"0", "SIGTERM"}
+            self._allowed.setdefault(worker, []).append(ways)
         return self.workers.kill(worker, sign)
 
     async def there(self, worker: str) -> int | None:
