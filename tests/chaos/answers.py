@@ -47,7 +47,7 @@ def cases(folder: Path, seed: int) -> list[Case]:
     found = []
     for question, tokens, again in zip(asked, together, alone, strict=True):
         if tokens == again:
-            found.append(_case(question, tokens, engine.info.eos_ids, tokenizer))
+            found.append(case_of(question, tokens, engine.info.eos_ids, tokenizer))
             found += _stopped(found[-1], engine.info.eos_ids, tokenizer)
     return found
 
@@ -71,7 +71,7 @@ def _words(rng: random.Random, count: int) -> list[int]:
     return [rng.choice(WORDS) for _ in range(count)]
 
 
-def _case(question: dict[str, Any], tokens: Sequence[int], eos: frozenset[int], tokenizer: Tokenizer) -> Case:
+def case_of(question: dict[str, Any], tokens: Sequence[int], eos: frozenset[int], tokenizer: Tokenizer) -> Case:
     """The answer as the tokens make it: cut where a stop string of the question says."""
     stops = [question["stop"]] if "stop" in question else []
     completion = Completion(tokenizer.detokenizer(), eos, stops, question["max_tokens"])
@@ -94,5 +94,5 @@ def _stopped(case: Case, eos: frozenset[int], tokenizer: Tokenizer) -> list[Case
         return []
     stop = text[len(text) // 2 :][:STOP_CHARS]
     question = {"token_ids": list(case.token_ids), **case.options, "stop": stop}
-    stopped = _case(question, case.expected.token_ids, eos, tokenizer)
+    stopped = case_of(question, case.expected.token_ids, eos, tokenizer)
     return [replace(stopped, options={**case.options, "stop": stop})]
