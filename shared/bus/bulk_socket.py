@@ -136,7 +136,10 @@ class BulkSocket:
             raise BusDisconnected(f"the bulk connection is lost: {error}") from None
 
     def _armed(self) -> socket.socket:
-        self._socket.settimeout(_left(self.deadline))
+        try:
+            self._socket.settimeout(_left(self.deadline))
+        except OSError as error:
+            raise BusDisconnected(f"the bulk connection is lost: {error}") from None
         return self._socket
 
 
