@@ -74,10 +74,10 @@ class Server:
 
 TRINE: Mapping[Variant, tuple[Mapping[str, int], Mapping[str, str]]] = {
     "default": ({"prefill": 1, "decode": 1}, {}),
-    "tuned": ({"decode": 1}, {"TRINE_STEP_TOKENS": "52"}),
+    "tuned": ({"prefill": 1, "decode": 1}, {"TRINE_STEP_TOKENS": "36", "TRINE_PREFILL_PATIENCE_S": "60"}),
 }
-"""Workers, and their settings. Tuned: one worker on all cores, that computes a long prompt in small pieces beside what
-it generates; two workers on two cores would have one each, also while the other has nothing to do."""
+"""Workers, and their settings. Tuned: however many prompts wait, they wait for the prefill worker, on a core of its own,
+and what is left of a prompt for the decode worker takes little of a step."""
 
 
 @contextmanager
