@@ -76,8 +76,8 @@ TRINE: Mapping[Variant, tuple[Mapping[str, int], Mapping[str, str]]] = {
     "default": ({"prefill": 1, "decode": 1}, {}),
     "tuned": ({"prefill": 1, "decode": 1}, {"TRINE_STEP_TOKENS": "36", "TRINE_PREFILL_PATIENCE_S": "60"}),
 }
-"""Workers, and their settings. Tuned: however many prompts wait, they wait for the prefill worker, on a core of its own,
-and what is left of a prompt for the decode worker takes little of a step."""
+"""Workers, and their settings. Tuned: however many prompts wait, they wait for the prefill worker, on a core of its
+own, and what is left of a prompt for the decode worker takes little of a step."""
 
 
 @contextmanager
