@@ -63,10 +63,8 @@ format: setup ## apply what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# PEERS: where other servers are, as benchmarks.peers takes it (docs/benchmarks.md), e.g. '--vllm-python ENV/bin/python'.
-PEERS ?=
 bench: setup ## measure everything on this machine (under 45 minutes) and write docs/results.md, its plots, the README's table
-	$(BIN)/python -m benchmarks.report $(PEERS)
+	$(BIN)/python -m benchmarks.report
 
 # What is in the folder already is not done again: after a kill the same command goes on.
 DRAFTER := .trine/drafter

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.bars import judged
 from shared.config import DEFAULT_MODEL
 from shared.engine.attention import NAME
 from shared.engine.codecs.registry import CODECS
@@ -111,13 +112,18 @@ def run() -> dict[str, Any]:
     if len(token_ids) < CONTEXT + 1 + LEAST_TOKENS:
         raise SystemExit(f"the texts have {len(token_ids)} tokens; {CONTEXT + 1 + LEAST_TOKENS} are needed")
     model = load(folder)
-    return {
-        "context": CONTEXT,
-        "block_size": BLOCK_SIZE,
-        "bytes_per_token": relative_bytes(model),
+    sizes = relative_bytes(model)
+    found = {
         DEFAULT_MODEL: measure(DEFAULT_MODEL, model, token_ids),
         PLANTED: measure(PLANTED, planted(folder, model), token_ids),
     }
+    values = {f"{codec}, bytes of fp16": row["over_fp16"] for codec, row in sizes.items()}
+    bars: dict[str, tuple[str, float]] = {f"{codec}, bytes of fp16": ("<=", bar) for codec, bar in BYTES.items()}
+    for name, rows in found.items():
+        values |= {f"{codec}, perplexity, {name}": row["ratio"] for codec, row in rows.items()}
+        bars |= {f"{codec}, perplexity, {name}": ("<=", RATIO[codec]) for codec in rows}
+    told = {"context": CONTEXT, "block_size": BLOCK_SIZE, "bytes_per_token": sizes, **found}
+    return {**told, "bars": judged(values, bars)}
 
 
 def table(result: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.bars import judged
 from services.decode.scheduler import DecodeScheduler
 from services.decode.sequence import Sequence as Generation
 from services.decode.sequence import Work
@@ -188,7 +189,7 @@ def main() -> None:
     result = measure()
     worst = max(values["waste"] for values in result.values())
     if arguments.json:
-        print(json.dumps({"waste": worst, "bar": BAR, **result}))
+        print(json.dumps({"waste": worst, **result, "bars": judged({"waste": worst}, {"waste": ("<=", BAR)})}))
         return
     print(f"{'pool':52}" + "".join(f"{name:>10}" for name in result))
     for name in next(iter(result.values())):

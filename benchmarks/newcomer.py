@@ -8,9 +8,11 @@ on what pip has in its cache.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -26,7 +28,7 @@ INSTALLED = Path(".venv", ".installed")
 """What `make setup` leaves when it is done."""
 PROMPT = b"\n> "
 """The demo writes it before an answer, which follows as it comes."""
-DEADLINE_S = 1800.0
+DEADLINE_S = 900.0
 STEPS = {
     "cloned_s": "cloned",
     "installed_s": "everything installed (`make setup`)",
@@ -45,6 +47,12 @@ def first_answer(stream: IO[bytes]) -> bool:
         if seen != PROMPT:  # what follows may begin with blanks
             seen = (seen + piece)[-len(PROMPT) :]
     return False
+
+
+def _end(session: int) -> None:
+    """All that it has started: pip, or a fleet, which ends in order."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGTERM)
 
 
 def run(source: Path = ROOT) -> dict[str, Any]:
@@ -67,8 +75,9 @@ def run(source: Path = ROOT) -> dict[str, Any]:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 bufsize=0,
+                start_new_session=True,
             )
-        limit = threading.Timer(DEADLINE_S, make.kill)
+        limit = threading.Timer(DEADLINE_S, _end, [make.pid])
         limit.start()
         try:
             assert make.stdout is not None
@@ -78,7 +87,7 @@ def run(source: Path = ROOT) -> dict[str, Any]:
             failed = make.wait() != 0 or not told
         finally:
             limit.cancel()
-            make.kill()
+            _end(make.pid)
         result["done_s"] = time.monotonic() - started
         if failed:
             raise SystemExit(f"make demo failed:\n{log.read_text(errors='replace')[-2000:]}")

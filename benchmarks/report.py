@@ -2,8 +2,8 @@
 
 Runs one after another (under 45 minutes on two cores), keeps what each says in benchmarks/results, and writes of all
 that is there docs/results.md, its pictures, and the README's table. `--draw` writes them without running anything.
-What takes longer (`interference`) runs when it is named; until then its last result is shown, with its date. Peers are
-measured where they are installed (docs/benchmarks.md).
+Those beside peers (docs/benchmarks.md says how to install them), and the newcomer's path, run when they are named;
+their last results are shown, with their dates.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def write(results: Mapping[str, Saved], root: Path = ROOT) -> list[Path]:
     pictures.mkdir(parents=True, exist_ok=True)
     files = {docs / "results.md": page(results), readme: with_headline(readme.read_text(), headline(results))}
     files |= {pictures / name: text for name, text in drawn(results).items()}
+    for stray in set(pictures.iterdir()) - set(files):
+        stray.unlink()
     for file, text in files.items():
         file.write_text(text)
     return list(files)

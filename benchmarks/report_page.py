@@ -19,8 +19,10 @@ def page(results: Mapping[str, Saved]) -> str:
         "# Results",
         "",
         "Written by `make bench` from `benchmarks/results`; [benchmarks](benchmarks.md) says how each is measured.",
-        "SmolLM2-135M-Instruct in fp32 throughout. What counts are ratios, measured side by side in one run; absolute",
-        "numbers are those of a small machine.",
+        "Where a model is needed it is SmolLM2-135M-Instruct in fp32; `memory`, `gateway` and `failover` have engines",
+        "that cost nothing, `simulate` plays costs that were measured. What counts are ratios, measured side by side",
+        "in one run where there are two sides; absolute numbers are those of a small machine. All bars are shown, also",
+        "missed ones.",
         "",
         *headline(results),
     ]

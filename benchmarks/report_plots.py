@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks.report_runs import Saved
+from benchmarks.report_tables import speed
 from benchmarks.report_theme import LABELS, THEMES, Theme
+from benchmarks.simulate_world import BUSY
 
 Result = Mapping[str, Any]
 Plot = Callable[[Result, Theme], Figure]
@@ -102,8 +104,8 @@ def speculation(result: Result, theme: Theme) -> Figure:
     """Speed with drafts over speed without, by kind of answer."""
     figure, (axes,) = _panels(1, 3.4)
     rows = [(name, row) for name, row in result["rows"].items() if "speed_median" in row][::-1]
-    for place, (_, row) in enumerate(rows):
-        value = row.get("speed", row["speed_median"])
+    for place, (name, row) in enumerate(rows):
+        value = speed(name, row)
         axes.barh(place, value, 0.6, color=theme.colors[0] if value >= 1 else theme.quiet)
         if "speed_most" in row:
             axes.plot([row["speed_least"], row["speed_most"]], [place, place], color=theme.ink, linewidth=1)
@@ -123,7 +125,8 @@ def peers(result: Result, theme: Theme) -> Figure:
     at_once = {1: "batch_1", 4: "at_once_4", 8: "at_once_8", 16: "at_once_16"}
     for server, color in colors.items():
         points = [(n, result["rows"][row]["servers"][server]["median"]) for n, row in _there(result, at_once, server)]
-        rate.plot(*zip(*points, strict=True), "o-", color=color, label=server, markersize=5)
+        if points:
+            rate.plot(*zip(*points, strict=True), "o-", color=color, label=server, markersize=5)
     _numbers(rate, x=True)
     rate.set_xticks(list(at_once))
     rate.set_ylim(bottom=0)
@@ -136,7 +139,8 @@ def peers(result: Result, theme: Theme) -> Figure:
         points = [
             (places[r], result["rows"][r]["servers"][server]["median"] / 1e3) for _, r in _there(result, kinds, server)
         ]
-        first.plot(*zip(*points, strict=True), "o", color=color, markersize=7)
+        if points:
+            first.plot(*zip(*points, strict=True), "o", color=color, markersize=7)
     _numbers(first, y=True)
     first.margins(x=0.25)
     first.set_xticks(range(len(kinds)), ["1,024 tokens,\ncold", "the same\nagain", "same 1,000,\nanother end"])
@@ -194,7 +198,7 @@ def simulate(result: Result, theme: Theme) -> Figure:
         rows = list(_started(tables, title).items())
         counts, rates = [int(name.split()[0]) for name, _ in rows], [row["tokens_per_s"] for _, row in rows]
         machines.plot(counts, rates, "o-", color=color, label=label, markersize=5)
-        full = [(c, r) for c, r, (_, row) in zip(counts, rates, rows, strict=True) if row["busy"]["NATS"] >= 0.99]
+        full = [(c, r) for c, r, (_, row) in zip(counts, rates, rows, strict=True) if row["busy"]["NATS"] >= BUSY]
         if full:
             machines.plot(*zip(*full, strict=True), "o", color=theme.paper, markeredgecolor=color, markersize=5)
     _numbers(machines, x=True, y=True)

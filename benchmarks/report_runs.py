@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -56,7 +57,9 @@ BENCHMARKS = (
     Benchmark(
         "newcomer", 6, "From the README's first command on a fresh clone to the first token on the screen.", extra=True
     ),
-    Benchmark("peers", 16, "Trine beside other servers: same weights, same cores, same load, in turn.", peers=True),
+    Benchmark(
+        "peers", 16, "Trine beside other servers: same weights, same cores, same load, in turn.", peers=True, extra=True
+    ),
     Benchmark(
         "interference",
         25,
@@ -98,7 +101,23 @@ def told(output: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+_REASONS = ("missing", "failed", "left_out")
+"""Where a result says by name why somebody is not in it."""
+_PATH = re.compile(r"(?<![\w.])/[^\s:;,'\"]+")
+
+
+def public(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is of this machine alone: paths in reasons, and the last words of other servers after them."""
+    said = {name: result[name] for name in _REASONS if isinstance(result.get(name), Mapping)}
+    short = {
+        name: {who: _PATH.sub("…", str(why).partition("; it said last")[0].strip()) for who, why in reasons.items()}
+        for name, reasons in said.items()
+    }
+    return {**result, **short}
+
+
 def keep(name: str, saved: Saved, folder: Path = RESULTS) -> None:
+    saved = {**saved, "result": public(saved["result"])}
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(saved, indent=1) + "\n")
 

@@ -92,10 +92,10 @@ async def _live(role: Role, settings: S, worker: str, make: Make[S]) -> None:
 
 
 async def _stop_on_signals(actors: list[Actor], scope: anyio.CancelScope) -> None:
-    """The first SIGTERM or SIGINT begins draining, the second ends at once. Before there is an actor, any ends."""
+    """The first SIGTERM or SIGINT begins draining, the second ends at once. Who does not serve yet ends at any."""
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for received in signals:
-            if not actors or actors[0].draining.is_set():
+            if not actors or not actors[0].ready.is_set() or actors[0].draining.is_set():
                 structlog.get_logger().warning("stopping at once", signal=received.name)
                 scope.cancel()
                 return

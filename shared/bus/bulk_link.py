@@ -211,12 +211,12 @@ class BulkLink:
         """
         if self._closed:
             raise BusDisconnected("the bulk connection is closed")
+        if time.monotonic() >= self._deadline:  # which is no reason to give up a connection
+            raise BusDisconnected("no time left")
         if self._socket is not None:
             if self._alive(self._socket):
                 return False
             self._drop()
-        if time.monotonic() >= self._deadline:
-            raise BusDisconnected("no time left to connect")
         if time.monotonic() >= self._not_before:
             if self._connected_to_one():
                 self._failures = 0

@@ -138,6 +138,8 @@ class BulkSocket:
     def _armed(self) -> socket.socket:
         try:
             self._socket.settimeout(_left(self.deadline))
+        except TimeoutError as error:
+            raise BusDisconnected(f"{error}") from None
         except OSError as error:
             raise BusDisconnected(f"the bulk connection is lost: {error}") from None
         return self._socket

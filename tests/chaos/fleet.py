@@ -30,7 +30,8 @@ GRACE_S = 10.0
 KV_BLOCKS = 400
 MAX_QUEUED = 40
 CACHE_BYTES = 8 << 20
-_END = re.compile(r"(\S+) (?:was ended by (SIG\w+)|ended with exit code (\d+)) after")
+DEAF_S = 15.0
+_END = re.compile(r"(\S+) (?:was ended by (SIG\w+)|ended with exit code (\d+)) after ([\d.]+) s")
 
 
 class ChaosFleet:
@@ -47,7 +48,7 @@ class ChaosFleet:
         self.problems: list[str] = []
         self.ends: list[tuple[str, str]] = []
         self._model = model
-        self._allowed: dict[str, list[set[str]]] = {}
+        self._allowed: dict[str, list[str]] = {}
         self._stack = contextlib.AsyncExitStack()
         self.proxy: Proxy
         self.workers: Fleet
@@ -101,10 +102,12 @@ class ChaosFleet:
         with (self.folder / f"{name}.log").open("a") as log:
             log.write(line + "\n")
         if name == "supervisor" and (end := _END.match(line)):
-            worker, how = end[1], end[2] or end[3]
+            worker, how, lived_s = end[1], end[2] or end[3], float(end[4])
             self.ends.append((worker, how))
             allowed = self._allowed.get(worker, [])
-            if meant := next((ways for ways in allowed if how in ways), None):
+            # A worker that has hardly begun to start does not listen yet: it ends as any process does.
+            meant = "0" if how == "SIGTERM" and lived_s < DEAF_S else how
+            if meant in allowed:
                 allowed.remove(meant)
             else:
                 tail = self.workers.tail(worker)[-1:]
@@ -113,9 +116,8 @@ class ChaosFleet:
     def signal(self, worker: str, sign: signal.Signals) -> int:
         """Raises Unavailable when it does not run. An end by it is no problem."""
         if sign in (signal.SIGKILL, signal.SIGTERM):
-            # A worker that has hardly begun to start does not listen yet: it ends as any process does.
-            ways = {"SIGKILL"} if sign is signal.SIGKILL else {"0", "SIGTERM"}
-            self._allowed.setdefault(worker, []).append(ways)
+            how = "SIGKILL" if sign is signal.SIGKILL else "0"
+            self._allowed.setdefault(worker, []).append(how)
         return self.workers.kill(worker, sign)
 
     async def there(self, worker: str) -> int | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from shared.messages import Failed, Finished, ServedBy, Timings, Tokens, Usage
+from tests.chaos.fleet import ChaosFleet
 from tests.chaos.oracle import DUPLICATED, LOST, WRONG, Expected, Heard, Piece, Problem, judge, judge_stored
 from tests.chaos.plan import KINDS, LONGEST_S, QUIET_S, SHORTEST_S, Fault, plan
 from tests.chaos.report import Report
@@ -151,3 +154,33 @@ def test_a_run_fails_for_a_bad_answer_and_for_a_worker_that_ends(spoil: Spoil) -
     spoil(report)
     assert report.failed
     assert "FAILED" in report.text()
+
+
+@pytest.mark.parametrize(
+    ("line", "sent", "problem"),
+    [
+        ("decode-1 was ended by SIGKILL after 60.0 s; starting it again in 0.4 s", signal.SIGKILL, False),
+        ("decode-1 ended with exit code 0 after 60.0 s; starting it again in 0.4 s", signal.SIGTERM, False),
+        ("decode-1 was ended by SIGTERM after 3.3 s; starting it again in 0.6 s", signal.SIGTERM, False),
+        ("decode-1 was ended by SIGTERM after 60.0 s; starting it again in 0.6 s", signal.SIGTERM, True),
+        ("decode-1 was ended by SIGTERM after 3.3 s; starting it again in 0.6 s", None, True),
+        ("decode-1 ended with exit code 1 after 60.0 s; starting it again in 0.4 s", signal.SIGTERM, True),
+        ("decode-2 was ended by SIGKILL after 60.0 s; starting it again in 0.4 s", signal.SIGKILL, True),
+    ],
+)
+def test_an_end_that_nobody_asked_for_is_a_problem(
+    tmp_path: Path, line: str, sent: signal.Signals | None, problem: bool
+) -> None:
+    class Workers:
+        def kill(self, worker: str, sign: signal.Signals) -> int:
+            return 1
+
+        def tail(self, worker: str) -> list[str]:
+            return ["its last words"]
+
+    fleet = ChaosFleet(tmp_path, tmp_path)
+    fleet.workers = Workers()  # type: ignore[assignment]
+    if sent is not None:
+        fleet.signal("decode-1", sent)
+    fleet._on_line("supervisor", line)
+    assert bool(fleet.problems) == problem
