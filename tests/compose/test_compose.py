@@ -236,9 +236,11 @@ def test_gpus_are_reserved_where_the_second_file_is_named() -> None:
 async def test_openais_client_is_answered(fleet: Fleet) -> None:
     await workers(fleet, prefill=1, decode=1, drafter=1)
 
-    assert (await chat(fleet.openai())).strip()
-    with pytest.raises(openai.AuthenticationError):
-        await chat(fleet.openai("sk-of-somebody-who-has-none"))
+    async with fleet.openai() as client:
+        assert (await chat(client)).strip()
+    async with fleet.openai("sk-of-somebody-who-has-none") as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            await chat(stranger)
 
 
 async def test_a_client_of_plain_nats_is_answered(fleet: Fleet) -> None:
@@ -279,14 +281,15 @@ async def test_a_service_is_healthy_without_root_and_has_its_own_login_alone(fle
 async def test_scaling_and_a_killed_container_under_load_cost_no_answer(fleet: Fleet) -> None:
     """`--scale prefill=2 --scale decode=3`, then SIGKILL to a decode worker that is at work."""
     before = await workers(fleet, decode=1, prefill=1)
-    expected = await chat(fleet.openai())
+    async with fleet.openai() as client:
+        expected = await chat(client)
     over = anyio.Event()
     answers: list[str] = []
 
     async def load() -> None:
-        client = fleet.openai()
-        while not over.is_set():
-            answers.append(await chat(client))
+        async with fleet.openai() as client:
+            while not over.is_set():
+                answers.append(await chat(client))
 
     async with anyio.create_task_group() as tasks:
         for _ in range(LOAD):
