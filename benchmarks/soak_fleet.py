@@ -87,10 +87,10 @@ def soaked(model: str | None) -> Iterator[Soaked]:
             yield Soaked(fleet, server, ports["monitoring"][0], f"http://127.0.0.1:{port}", blocks)
 
 
-def _trim(keep: int) -> None:
+def _trim() -> None:
     """Give free pages of this process back, where its C library can."""
     with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(keep)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _memory() -> str | None:
@@ -175,7 +175,7 @@ class Watch:
             # allocator keeps pages for what may come.
             _fetched(f"{self._soaked.profiling}/debug/pprof/heap?gc=1")
             gc.collect()
-            _trim(0)
+            _trim()
             await asyncio.sleep(1.0)
             for name, pid in self._pids().items():
                 least[name] = min(process(pid).rss, least.get(name, 1 << 62))

@@ -118,7 +118,7 @@ class Actor:
             await self.ensure_streams()
             self.bus.on_reconnect(self.ensure_streams)
             await listen(self.bus, self.subjects.beats, self._on_beat)
-            await self.until_bus(Micro(self.bus, self.role, self.worker, self._report).start)
+            await Micro(self.bus, self.role, self.worker, self._report).start()
             await self._join()
             await self.setup()
             async with anyio.create_task_group() as group:

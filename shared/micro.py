@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from shared.bus.base import Bus, Incoming
+from shared.bus.listening import listen
 from shared.bus.wire import INBOX
 from shared.errors import BusError, PermissionDenied, TooLarge
 from shared.subjects import service_name, service_subjects, token
@@ -57,18 +58,15 @@ class Micro:
         self._role = role
         self._id = token(name)
         self._report = report
-        self._left = list(service_subjects(role, self._id))
+        self._subjects = service_subjects(role, self._id)
         self._started = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         self._answers = {"PING": self.ping, "INFO": self.info, "STATS": self.stats}
 
     async def start(self) -> None:
-        """Raises BusDisconnected; call it again then. Where NATS does not let this user be found, it is not found, and
-        all else goes on.
-        """
+        """Waits for a connection. Where NATS does not let this user be found, it is not found, and all else goes on."""
         try:
-            while self._left:
-                await self._bus.subscribe(self._left[0], self._on_ask)
-                self._left.pop(0)
+            for subject in self._subjects:
+                await listen(self._bus, subject, self._on_ask)
         except PermissionDenied as error:
             log.info("not to be found by `nats micro`", reason=error.message)
 

@@ -103,10 +103,9 @@ class Gateway:
         try:
             if self._bus is None:
                 self._bus = await NatsBus.connect(self.settings.nats_url, name=self.name, login=self._login)
-            micro = Micro(self._bus, "gateway", self.name, self._report)
-            while True:
+            await Micro(self._bus, "gateway", self.name, self._report).start()
+            while True:  # also while it is not permitted: permissions can be reloaded
                 with contextlib.suppress(BusError):
-                    await micro.start()
                     await self._bus.subscribe(ALL_BEATS, self._on_beat)
                     break
                 await asyncio.sleep(RETRY_S)

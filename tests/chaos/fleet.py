@@ -31,6 +31,7 @@ KV_BLOCKS = 400
 MAX_QUEUED = 40
 CACHE_BYTES = 8 << 20
 DEAF_S = 15.0
+"""So long a worker may take until it listens to signals: it imports torch first."""
 _END = re.compile(r"(\S+) (?:was ended by (SIG\w+)|ended with exit code (\d+)) after ([\d.]+) s")
 
 
