@@ -29,6 +29,8 @@ INSTALLED = Path(".venv", ".installed")
 PROMPT = b"\n> "
 """The demo writes it before an answer, which follows as it comes."""
 DEADLINE_S = 900.0
+NOT_A_NEWCOMERS = {"PYTHONPATH", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
+"""What is set where this itself runs under `make`: a make inside another says which directory it leaves, on stdout."""
 STEPS = {
     "cloned_s": "cloned",
     "installed_s": "everything installed (`make setup`)",
@@ -63,9 +65,7 @@ def run(source: Path = ROOT) -> dict[str, Any]:
         started, at = time.monotonic(), time.time()
         subprocess.run(["git", "clone", "-q", str(source), str(clone)], check=True)
         result["cloned_s"] = time.monotonic() - started
-        env = {
-            k: v for k, v in os.environ.items() if not k.startswith("TRINE_") and k not in ("PYTHONPATH", "MAKEFLAGS")
-        }
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TRINE_") and k not in NOT_A_NEWCOMERS}
         env |= {"TRINE_CACHE_DIR": str(Path(folder) / "cache"), "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as errors:
             make = subprocess.Popen(

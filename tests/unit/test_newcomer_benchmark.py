@@ -36,7 +36,13 @@ def test_a_clone_is_made_and_each_step_is_timed(tmp_path: Path) -> None:
     assert times == sorted(times) and times[-1] - times[-2] > 0.15
 
 
+@pytest.mark.parametrize("level", [None, "1"], ids=["alone", "under make"])
 @pytest.mark.parametrize("ending", ["echo 'no room' >&2", "printf Paris; echo 'no room' >&2; exit 1"])
-def test_a_demo_that_fails_is_told_with_its_last_words(tmp_path: Path, ending: str) -> None:
+def test_a_demo_that_fails_is_told_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, level: str | None
+) -> None:
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    if level:
+        monkeypatch.setenv("MAKELEVEL", level)
     with pytest.raises(SystemExit, match="no room"):
         run(repository(tmp_path, ending))
