@@ -20,6 +20,7 @@ from trine.supervisor import Fleet
 
 READY_S, ANSWER_S = 240.0, 300.0
 MOST_ERROR = 0.15
+CHANCE_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,9 @@ class Real:
     tokens_per_s: float
     ttft_ms: float
     tpot_ms: float
-    acceptance: float | None
+    load: Load
+    accepted: tuple[float, ...] = ()
+    """Share of each request's drafts that were right; of none, where none were made."""
 
 
 def check(costs: Costs, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -92,9 +95,7 @@ def _checked(
     rows: dict[str, Any] = {}
     for case in cases:
         reals = asyncio.run(real(case))
-        known = [r.acceptance for r in reals if r.acceptance is not None]
-        given = replace(costs, acceptance=statistics.median(known)) if known else costs
-        rows[case.name] = row = compared(reals, Simulated(shape(case), given).run(case.load))
+        rows[case.name] = row = compared(reals, [played(shape(case), costs, r) for r in reals])
         for name, pair in row.items():
             bar = "" if name in case.judged else ", not judged"
             say(f"{case.name}: {name} real {pair['real']:.1f}, simulated {pair['simulated']:.1f} "
@@ -103,15 +104,39 @@ def _checked(
     return {"rows": rows, "worst_error": worst, "passed": worst < MOST_ERROR}
 
 
-def compared(reals: list[Real], result: Result) -> dict[str, dict[str, float]]:
-    """By measure: medians of the rounds, what was simulated, and its error."""
-    said = {
-        "tokens_per_s": result.tokens_per_s,
-        "ttft_ms": statistics.median(result.ttft_s) * 1e3,
-        "tpot_ms": statistics.median(result.tpot_s) * 1e3,
+def played(shape: Shape, costs: Costs, real: Real) -> Result:
+    """What was asked of real workers; drafts are right as often as theirs were."""
+    load = real.load
+    if real.accepted:
+        chances = tuple(chance(share, shape, costs, load) for share in real.accepted)
+        load = replace(load, acceptances=chances)
+    return Simulated(shape, costs).run(load)
+
+
+def chance(accepted: float, shape: Shape, costs: Costs, load: Load) -> float:
+    """Of a draft to be right if those before it are, where this share of all is right: all that follow a wrong one are
+    wrong, so it depends on how many are made, and is sought by playing."""
+    low, high = 0.0, 1.0
+    for _ in range(CHANCE_STEPS):
+        middle = (low + high) / 2
+        result = Simulated(shape, costs).run(replace(load, acceptances=(middle,) * load.requests))
+        if result.accepted < accepted * result.drafted:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def compared(reals: list[Real], results: list[Result]) -> dict[str, dict[str, float]]:
+    """By measure: medians of the rounds, of what was simulated for each, and its error."""
+    said: dict[str, Callable[[Result], float]] = {
+        "tokens_per_s": lambda result: result.tokens_per_s,
+        "ttft_ms": lambda result: statistics.median(result.ttft_s) * 1e3,
+        "tpot_ms": lambda result: statistics.median(result.tpot_s) * 1e3,
     }
     found = {}
-    for name, simulated in said.items():
+    for name, measure in said.items():
+        simulated = statistics.median(measure(result) for result in results)
         real = statistics.median(getattr(r, name) for r in reals)
         found[name] = {"real": real, "simulated": simulated, "error": simulated / real - 1.0}
     return found
@@ -128,13 +153,12 @@ async def _real(case: Case, load: Load, rounds: int) -> list[Real]:
 
 async def asked(client: Client, load: Load) -> Real:
     """The load, asked of a running fleet."""
-    left = list(reversed(list(zip(load.prompts(), load.outputs(), strict=True))))
+    left = list(reversed(list(enumerate(zip(load.prompts(), load.outputs(), strict=True)))))
     ttft: list[float] = []
     tpot: list[float] = []
-    drafted = accepted = 0
+    accepted: dict[int, float] = {}
 
-    async def one(prompt: tuple[int, ...], output: int) -> None:
-        nonlocal drafted, accepted
+    async def one(number: int, prompt: tuple[int, ...], output: int) -> None:
         began = time.perf_counter()
         first = last = 0.0
         stream = client.stream(token_ids=list(prompt), max_tokens=output, min_tokens=output, temperature=0.0)
@@ -143,12 +167,14 @@ async def asked(client: Client, load: Load) -> Real:
             first = first or last
         ttft.append(first - began)
         tpot.append((last - first) / (output - 1))
-        drafted += stream.completion.usage.drafted_tokens
-        accepted += stream.completion.usage.accepted_tokens
+        use = stream.completion.usage
+        if use.drafted_tokens:
+            accepted[number] = use.accepted_tokens / use.drafted_tokens
 
     async def asker() -> None:
         while left:
-            await one(*left.pop())
+            number, (prompt, output) = left.pop()
+            await one(number, prompt, output)
 
     started = time.perf_counter()
     async with asyncio.timeout(ANSWER_S):
@@ -158,5 +184,6 @@ async def asked(client: Client, load: Load) -> Real:
         sum(load.outputs()) / seconds,
         statistics.median(ttft) * 1e3,
         statistics.median(tpot) * 1e3,
-        accepted / drafted if drafted else None,
+        load,
+        tuple(accepted.get(number, 0.0) for number in range(load.requests)) if accepted else (),
     )

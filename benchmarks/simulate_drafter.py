@@ -45,11 +45,12 @@ class Drafter:
         self._cores.run(self._costs.draft_base_s + tokens * self._costs.draft_token_s, done)
 
     def _draft(self, item: DraftItem) -> Draft:
+        request = self._requests[item.session]
         start, tokens = item.base + len(item.token_ids), []
         right = True
         for position in range(start, start + item.k):
-            right = right and self._draw.random() < self._costs.acceptance
-            token = self._requests[item.session].target(position)
+            right = right and self._draw.random() < request.acceptance
+            token = request.target(position)
             tokens.append(token if right else (token + 1) % VOCABULARY)
-        chances = [self._costs.acceptance] * item.k
+        chances = [request.acceptance] * item.k
         return Draft(session=item.session, position=start, token_ids=tokens, source=SOURCE, chances=chances)

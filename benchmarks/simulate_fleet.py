@@ -125,8 +125,9 @@ class Fleet:
     # Running
 
     def run(self, load: Load) -> Result:
-        asked = zip(load.prompts(), load.outputs(), strict=True)
-        requests = [Request(f"r{i}", prompt, output, 0.0) for i, (prompt, output) in enumerate(asked)]
+        chances = load.acceptances or (self._costs.acceptance,) * load.requests
+        asked = zip(load.prompts(), load.outputs(), chances, strict=True)
+        requests = [Request(f"r{i}", prompt, output, 0.0, chance) for i, (prompt, output, chance) in enumerate(asked)]
         if load.rate:
             for request, at in zip(requests, load.arrivals(), strict=True):
                 self.clock.after(at, lambda request=request: self._ask(request))  # type: ignore[misc]

@@ -50,6 +50,7 @@ class Load:
 
     The first `shared` of a prompt's tokens are those of one of `groups` prefixes; the rest is its own. Answers have
     `output` tokens, give or take up to the share `spread` of them: of one length, they would all end at once.
+    `acceptances`: of each request's drafts, where they are known to differ.
     """
 
     requests: int
@@ -61,6 +62,7 @@ class Load:
     groups: int = 1
     seed: int = 0
     spread: float = 0.0
+    acceptances: tuple[float, ...] = ()
 
     def outputs(self) -> list[int]:
         draw = Random(self.seed + 2)
@@ -94,6 +96,8 @@ class Request:
     prompt: tuple[int, ...]
     output: int
     asked: float
+    acceptance: float
+    """Chance that a draft is right if those before it are."""
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0

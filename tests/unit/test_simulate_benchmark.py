@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulate import SHIPPED, apart, findings, shown
-from benchmarks.simulate_check import Real, compared
+from benchmarks.simulate_check import Real, compared, played
 from benchmarks.simulate_clock import Bus, BusRates, Clock, Machine
 from benchmarks.simulate_costs import PARTS, Costs, fitted, load, parts, scaled
 from benchmarks.simulate_fleet import Fleet
@@ -183,6 +183,23 @@ def test_what_is_shown() -> None:
 
 
 def test_errors_against_real_runs() -> None:
-    result = Fleet(Shape(0, 1), COSTS).run(Load(2, 64, 9, concurrency=1))
-    real = [Real(result.tokens_per_s * f, 100.0, 50.0, None) for f in (0.5, 1.25, 2.0)]
-    assert compared(real, result)["tokens_per_s"]["error"] == pytest.approx(-0.2)
+    asked = Load(2, 64, 9, concurrency=1)
+    result = Fleet(Shape(0, 1), COSTS).run(asked)
+    real = [Real(result.tokens_per_s * f, 100.0, 50.0, asked) for f in (0.5, 1.25, 2.0)]
+    assert compared(real, [result])["tokens_per_s"]["error"] == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.9])
+def test_drafts_are_right_as_often_as_real_ones_were(acceptance: float) -> None:
+    """A share of all drafts is lower than the chance of one of them, as all that follow a wrong one are wrong."""
+    shape, asked = Shape(0, 1, 1), Load(6, 64, 96, concurrency=1)
+    real = Fleet(shape, COSTS).run(replace(asked, acceptances=(acceptance,) * 6))
+    share = real.accepted / real.drafted
+    again = played(shape, COSTS, Real(real.tokens_per_s, 0.0, 0.0, asked, (share,) * 6))
+    assert share < acceptance and again.tokens_per_s == pytest.approx(real.tokens_per_s, rel=0.05)
+
+
+def test_requests_whose_drafts_differ() -> None:
+    asked = Load(2, 64, 96, concurrency=1, acceptances=(0.0, 0.95))
+    result = Fleet(Shape(0, 1, 1), COSTS).run(asked)
+    assert result.tpot_s[1] < 0.7 * result.tpot_s[0]
