@@ -73,7 +73,7 @@ class Server:
 # Trine
 
 TRINE: Mapping[Variant, tuple[Mapping[str, int], Mapping[str, str]]] = {
-    "default": ({"prefill": 1, "decode": 1}, {}),
+    "default": ({"prefill": 1, "decode": 1, "drafter": 1}, {}),
     "tuned": ({"prefill": 1, "decode": 1}, {"TRINE_STEP_TOKENS": "36", "TRINE_PREFILL_PATIENCE_S": "60"}),
 }
 """Workers, and their settings. Tuned: however many prompts wait, they wait for the prefill worker, on a core of its

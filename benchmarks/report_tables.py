@@ -151,6 +151,25 @@ def simulate(result: Result) -> list[str]:
     return lines[1:]
 
 
+def simulate_check(result: Result) -> list[str]:
+    rows = [
+        (
+            case,
+            _MEASURES[name],
+            pair["real"],
+            pair["simulated"],
+            f"{pair['error']:+.0%}".replace("%", " %"),
+            "yes" if name in result["judged"][case] else "",
+        )
+        for case, row in result["rows"].items()
+        for name, pair in row.items()
+    ]
+    return table(("fleet", "", "real", "simulated", "error", "judged"), rows)
+
+
+_MEASURES = {"tokens_per_s": "tokens/s", "ttft_ms": "TTFT p50, ms", "tpot_ms": "TPOT p50, ms"}
+
+
 def newcomer(result: Result) -> list[str]:
     return table(("since the first command", "seconds"), [(what, result[name]) for name, what in STEPS.items()])
 
@@ -173,10 +192,18 @@ def peers(result: Result) -> list[str]:
 
 def interference(result: Result) -> list[str]:
     rows = [
-        (name, r["itl_p99_ms"], r["itl_p50_ms"], r["tokens_per_s"], f"{r['prompts_answered']:g} of {r['prompts']:g}")
+        (
+            name,
+            r["itl_p99_ms"],
+            f"{shown(r['itl_p99_lowest_ms'])} to {shown(r['itl_p99_highest_ms'])}",
+            r["itl_p50_ms"],
+            r["tokens_per_s"],
+            f"{r['prompts_answered']:g} of {r['prompts']:g}",
+        )
         for name, r in result["rows"].items()
     ]
-    lines = table(("", "p99, ms", "p50, ms", "tokens/s", "prompts answered in time"), rows)
+    header = ("", "p99, ms", f"of {result['rounds']} rounds", "p50, ms", "tokens/s", "prompts answered in time")
+    lines = table(header, rows)
     best = [f"Best peer, {name.replace('_', ' ')}: {peer}." for name, peer in result["best_peers"].items()]
     return [*lines, "", *best, *_left_out(result["left_out"])]
 
@@ -199,6 +226,7 @@ TABLES: Mapping[str, Callable[[Result], list[str]]] = {
     "gateway": gateway,
     "failover": failover,
     "simulate": simulate,
+    "simulate_check": simulate_check,
     "newcomer": newcomer,
     "peers": peers,
     "interference": interference,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.bars import judged
 from benchmarks.simulate_costs import Costs
 from benchmarks.simulate_fleet import Fleet as Simulated
 from benchmarks.simulate_world import Load, Result, Shape
@@ -101,7 +102,12 @@ def _checked(
             say(f"{case.name}: {name} real {pair['real']:.1f}, simulated {pair['simulated']:.1f} "
                 f"({pair['error']:+.0%}{bar})")  # fmt: skip
     worst = max(abs(rows[case.name][name]["error"]) for case in cases for name in case.judged)
-    return {"rows": rows, "worst_error": worst, "passed": worst < MOST_ERROR}
+    judged_on = {case.name: case.judged for case in cases}
+    return {
+        "rows": rows,
+        "judged": judged_on,
+        "bars": judged({"worst_error": worst}, {"worst_error": ("<=", MOST_ERROR)}),
+    }
 
 
 def played(shape: Shape, costs: Costs, real: Real) -> Result:

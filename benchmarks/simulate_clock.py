@@ -101,8 +101,8 @@ class BusRates:
     message_s: float = 1 / 90_000
     """Of the server, for each message."""
     latency_s: float = 0.0004
-    memory_bytes_per_s: float = 8e9
-    """Between workers of one machine, through shared memory."""
+    memory_bytes_per_s: float = 4.4e9
+    """Between workers of one machine, through shared memory (`benchmarks.transfer`)."""
 
 
 @dataclass(slots=True)

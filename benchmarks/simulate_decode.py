@@ -63,6 +63,7 @@ class DecodeWorker:
             context_length=CONTEXT,
             max_running=shape.max_running,
             step_tokens=shape.step_tokens,
+            mixed_tokens=shape.mixed_tokens,
         )
         self.hits = Hits()
         self._loader = Loader(number, machine, shape, clock, cache, self.scheduler, jobs, self.hits, self._step)

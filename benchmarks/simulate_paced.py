@@ -64,7 +64,7 @@ def paced(costs: Costs) -> Costs:
 
 
 def shape(case: Case) -> Shape:
-    return replace(case.shape, machine_bytes=0, pool_blocks=BLOCKS)
+    return replace(case.shape, machine_bytes=0, pool_blocks=BLOCKS, mixed_tokens=None)
 
 
 async def real(case: Case, load: Load, rounds: int, costs: Costs) -> list[Real]:

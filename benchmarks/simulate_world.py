@@ -34,6 +34,7 @@ class Shape:
     machine_bytes: int = 1 << 30
     max_running: int = 32
     step_tokens: int = 256
+    mixed_tokens: int | None = 64
     chunk_tokens: int = 256
     max_jobs: int = 8
     local_prefill_tokens: int = 128

@@ -60,7 +60,8 @@ class Settings(BaseSettings):
     worker: Annotated[str, Field(max_length=128)] = ""
     """Unique among live workers; drawn when empty."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of a forward pass; 0 leaves it to torch."""
+    """CPU threads of a forward pass; 0: as many as there are cores that no other worker of this machine computes on,
+    looked at before each (a drafter: as many as torch likes)."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens per KV block. All workers of a model must agree."""
     kv_blocks: Annotated[int, Field(ge=0)] = 0

@@ -20,6 +20,7 @@ from shared.bus.base import Bus
 from shared.bus.login import Login
 from shared.bus.nats import NatsBus
 from shared.config import Settings, worker_name
+from shared.cores import Cores
 from shared.engine.base import StepEngine
 from shared.engine.threads import openmp
 from shared.errors import ConfigError, ModelError
@@ -125,7 +126,15 @@ def load_engine(
     A sequence may go back up to `lookahead` tokens that it guessed. `generates`: see `Engine.load`. Raises ConfigError
     for a KV codec that ruins the model, unless told only to warn.
     """
-    engine = _load(settings, folder, kv_codec=settings.kv_codec, slots=slots, lookahead=lookahead, generates=generates)
+    engine = _load(
+        settings,
+        folder,
+        cores=Cores.of(settings),
+        kv_codec=settings.kv_codec,
+        slots=slots,
+        lookahead=lookahead,
+        generates=generates,
+    )
     if settings.kv_codec != "none" and settings.kv_check != "off":
         from shared.engine.calibration import calibrated
 
@@ -171,7 +180,7 @@ def load_draft_head(settings: Settings, folder: Path, target: Path) -> DraftHead
     return DraftHead.load(folder, target, threads=settings.threads)
 
 
-def _load(settings: Settings, folder: Path, **more: Any) -> Engine:
+def _load(settings: Settings, folder: Path, cores: Cores | None = None, **more: Any) -> Engine:
     from shared.engine.engine import Engine
 
     return Engine.load(
@@ -181,5 +190,6 @@ def _load(settings: Settings, folder: Path, **more: Any) -> Engine:
         kv_memory_mb=settings.kv_memory_mb,
         weights=settings.weights,
         threads=settings.threads,
+        cores=cores,
         **more,
     )

@@ -73,7 +73,9 @@ def up(
     weights: Annotated[str | None, typer.Option(help="native, or int8: linear layers in 8 bits (CPU).")] = None,
     cache_bytes: Annotated[int | None, typer.Option(help="Size of the shared prefix cache.")] = None,
     draft_depth: Annotated[int | None, typer.Option(help="Tokens drafted per step; 0: no speculation.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads per worker; unset: cores / workers.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads per worker; unset: those that no other uses.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Start nats-server, workers and a gateway on this machine, restart those that die, stop all with Ctrl-C."""

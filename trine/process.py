@@ -47,20 +47,16 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **extra}
 
 
-def worker_env(name: str, url: str, workers: int, overrides: Mapping[str, str]) -> dict[str, str]:
-    """Environment of one of `workers` workers on this machine: an equal share of its cores, unless somebody chose.
+def worker_env(name: str, url: str, role: str, overrides: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a worker on this machine. Those that run the model share its cores by who is at work
+    (`shared.cores`); a drafter's model is so small that a second core does not help.
 
     What `overrides` says comes before what this process's environment says, and that before our defaults.
     """
-    share = str(max(1, _cores() // max(1, workers)))
-    defaults = {"TRINE_THREADS": share, "TRINE_DRAIN_S": f"{DRAIN_S:g}"}
+    defaults = {"TRINE_THREADS": "1" if role == "drafter" else "0", "TRINE_DRAIN_S": f"{DRAIN_S:g}"}
     chosen = {**{key: os.environ.get(key, value) for key, value in defaults.items()}, **overrides}
     threads = {} if chosen["TRINE_THREADS"] == "0" else {"OMP_NUM_THREADS": chosen["TRINE_THREADS"]}
     return {**chosen, **threads, "TRINE_NATS_URL": url, "TRINE_WORKER": name}
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Child:

@@ -49,7 +49,10 @@ refused before anything starts, with the variable's name. Those with a ° are th
 Variables of the shipped NATS configuration are in [security](security.md) and [cluster](cluster.md).
 """
 SHARED_BY_ALL = frozenset(
-    {"nats_replicas", "block_size", "kv_codec", "weights", "model", "model_name", "public_prefixes"}
+    {
+        *("block_size", "kv_codec", "weights", "model", "model_name", "public_prefixes"),
+        *("nats_replicas", "cache_bytes", "max_queued", "ack_wait_s"),  # of streams and consumers, which all share
+    }
 )
 
 

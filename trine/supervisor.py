@@ -123,7 +123,7 @@ class Fleet:
 
     @property
     def _drain_s(self) -> float:
-        return float(worker_env("", "", 1, self._env)["TRINE_DRAIN_S"])
+        return float(worker_env("", "", "", self._env)["TRINE_DRAIN_S"])
 
     def start(self) -> None:
         """Start the server and all workers; `wait_ready` waits until they work. Raises TrineError."""
@@ -263,7 +263,7 @@ class Fleet:
     def _fill(self, place: _Place) -> None:
         own = {f"TRINE_{name.upper()}": "" for name in logins.SETTINGS} if self.nats else {}
         overrides = {**self._env, **self._role_env.get(place.role, {}), **own, **self._for_gateway(place.address)}
-        env = worker_env(place.name, self.url, sum(self.counts.values()), overrides)
+        env = worker_env(place.name, self.url, place.role, overrides)
         place.child = Child(place.name, f"services.{place.role}", env, place.tail, self._log)
         place.starts += 1
 

@@ -15,6 +15,9 @@ class DecodeSettings(Settings):
     """Sequences in one decode step."""
     step_tokens: Annotated[int, Field(ge=1)] = 256
     """Token budget of one step: decodes and drafts first, the rest is prefill chunks."""
+    mixed_tokens: Annotated[int, Field(ge=0)] = 0
+    """Most tokens of prompts in a step in which answers go on, which wait for it; 0: 64 on a CPU, and on a GPU what
+    `step_tokens` leaves."""
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 128
     """A prompt with at most so many uncached tokens is prefilled here, not by a prefill worker."""
     prefill_patience_s: Annotated[float, Field(gt=0)] = 5.0

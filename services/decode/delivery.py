@@ -52,6 +52,9 @@ class Delivery:
             request.here += 1
             request.accepted += int(position < outcome.accepted)
             self._counters["accepted_tokens"] += int(position < outcome.accepted)
+            # This token is the model's own, where another was drafted; or a form ends, which says nothing of the draft.
+            cut = position == outcome.accepted < outcome.drafted and not outcome.sequence.complete
+            self._counters["cut_drafts"] += int(cut)
             request.events.push(token, delta.text, outcome.logprobs[position] if outcome.logprobs else None)
             completes = outcome.sequence.complete and position == len(outcome.tokens) - 1
             if reason := "stop" if completes else delta.finished:

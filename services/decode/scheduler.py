@@ -30,17 +30,25 @@ class DecodeScheduler:
     planned step is running: what the running step writes is given back only when it is over.
 
     A step has at most `step_tokens` tokens, or one for each generating sequence if those are more; and one block beyond
-    that where less is left to the prefill.
+    that where less is left to the prefill. Where sequences generate, at most `mixed_tokens` are of prompts.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, *, block_size: int, context_length: int, max_running: int, step_tokens: int
+        self,
+        allocator: BlockAllocator,
+        *,
+        block_size: int,
+        context_length: int,
+        max_running: int,
+        step_tokens: int,
+        mixed_tokens: int | None = None,
     ) -> None:
         self._allocator = allocator
         self._holdings = Holdings(allocator, context_length=context_length, slots=max_running)
         self._block_size = block_size
         self._context = context_length
         self._step_tokens = step_tokens
+        self._mixed_tokens = step_tokens if mixed_tokens is None else mixed_tokens
         self._waiting: list[Sequence] = []
         self._admitted: list[Sequence] = []
         self._in_step: dict[Sequence, Work] = {}
@@ -140,6 +148,7 @@ class DecodeScheduler:
         ready = [s for s in self._admitted if s.phase is Phase.READY]
         works = self._decode_works(sorted((s for s in ready if s.remaining == 1), key=lambda s: s.rank))
         left = self._step_tokens - sum(len(w.span.token_ids) for w in works)
+        left = min(left, self._mixed_tokens) if works else left
         busy = {w.sequence for w in works}
         # Prefill always goes on, however many generate.
         prefilling = sorted((s for s in ready if s.remaining > 1), key=lambda s: s.turn)

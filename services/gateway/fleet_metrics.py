@@ -49,6 +49,13 @@ SERIES = (
     Series("trine_worker_drafted_tokens", "Drafted tokens that were verified", "", {"drafted_tokens": ""}, DECODE),
     Series("trine_worker_accepted_tokens", "Those that were what the model chose", "", {"accepted_tokens": ""}, DECODE),
     Series(
+        "trine_worker_cut_drafts",
+        "Drafts of which a token was not what the model chose",
+        "",
+        {"cut_drafts": ""},
+        DECODE,
+    ),
+    Series(
         "trine_worker_prefill_tokens",
         "Prompt tokens whose KV this worker computed, or found cached",
         "source",

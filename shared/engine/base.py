@@ -49,6 +49,8 @@ class ModelInfo:
     """Sequences that may be under way at once, where the KV codec keeps something of each (see `Span.slot`); 0: any."""
     hidden_size: int = 0
     """Channels of a hidden state as the LM head reads it; 0: none can be reported."""
+    on_cpu: bool = False
+    """Each token of a step takes its time; on a GPU a step of few takes about as long as one of some hundred."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shared.cores import Cores
 from shared.engine.base import BadSpans, ModelInfo, Sampled
 from shared.engine.codecs.base import Codec, PerBlock
 from shared.engine.codecs.registry import codec_of
@@ -51,6 +53,7 @@ class Engine:
         self._book = TailBook(tails.ring, info.block_size) if tails.ring else None
         self._pool = KVPool(model.shapes, info.kv_blocks, info.block_size, model.dtype, model.device, codec, tails)
         self._runner = runner(model, self._pool, lookahead)
+        self._cores: Cores | None = None
 
     @classmethod
     def load(
@@ -65,6 +68,7 @@ class Engine:
         lookahead: int = 16,
         layers: int | None = None,
         threads: int = 0,
+        cores: Cores | None = None,
         weights: str = "native",
         generates: bool = True,
         progress: Progress | None = None,
@@ -72,7 +76,8 @@ class Engine:
         """The model in `folder` (see `shared.engine.weights.resolve`) with a pool of `kv_blocks` blocks.
 
         `kv_blocks=0` makes as many as fit into `kv_memory_mb` MiB. `layers` runs only the first layers. `threads`
-        sets the whole process's CPU threads for forward passes; 0 leaves them alone. `weights`: "native", or "int8"
+        sets the whole process's CPU threads for forward passes; 0 leaves them alone, or to `cores`, which are asked
+        before each. `weights`: "native", or "int8"
         for linear layers that multiply in 8 bits. A sequence may go back up to `lookahead` tokens that it guessed
         wrongly. `generates`: get ready for steps of a few tokens, which takes a while on a GPU. Raises ModelError,
         ConfigError.
@@ -82,7 +87,7 @@ class Engine:
         if threads:
             torch.set_num_threads(threads)
         progress("loading the weights", 0.0)
-        model = load(folder, layers, weights)
+        model = load(folder, layers, weights, sorted({1, cores.most}) if cores else ())
         progress("hashing the weights", 0.6)
         computed_in = str(model.dtype).removeprefix("torch.") + ("+w8" if weights == "int8" else "")
         engine = cls.of(
@@ -96,6 +101,7 @@ class Engine:
             slots=slots,
             lookahead=lookahead,
         )
+        engine._cores = cores if model.device.type == "cpu" else None
         if generates:
             progress("warming up", 0.9)
             engine.warm_up()
@@ -133,6 +139,7 @@ class Engine:
             dtype=str(model.dtype).removeprefix("torch."),
             slots=slots if isinstance(codec, PerBlock) else 0,
             hidden_size=model.hidden_size,
+            on_cpu=model.device.type == "cpu",
         )
         return cls(model, info, codec, lookahead, runner)
 
@@ -191,8 +198,18 @@ class Engine:
             self._book.check(spans)
         for block in _begun_unfilled(spans, self.info.block_size):
             self._pool.clear(block)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._threads():
             return self._runner.run(spans)
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """As many as there are cores for, for this step."""
+        if self._cores is None:
+            yield
+            return
+        with self._cores.at_work() as count:
+            torch.set_num_threads(count)
+            yield
 
     def _done(self, spans: Sequence[Span], keep: Keep) -> None:
         """The step has succeeded."""

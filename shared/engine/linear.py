@@ -13,6 +13,8 @@ of a second.
 | packed by oneDNN | 32 | 37 | 43 | 44 | 53 | 57 | 79 |
 | packed by oneDNN, layers with one input merged | 28 | 31 | 37 | 41 | 50 | 51 | 73 |
 
+With two threads 1, 4, 8 and 16 rows take 20, 26, 31 and 41 ms packed, and 22, 48, 52 and 58 by column.
+
 Reading them from memory takes 25 ms. On CPUs with AVX-512 columns have been seen to come close to that up to 8 rows.
 MKL's own packed weights took 65 ms for up to 8 rows, TF32 and bf16 need units that this CPU lacks.
 """
@@ -20,7 +22,7 @@ MKL's own packed weights took 65 ms for up to 8 rows, TF32 and bf16 need units t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -51,7 +53,8 @@ _WORTH_BOTH = 0.88
 """Single rows are most of what decodes without drafts."""
 
 Times = dict[tuple[str, int], float]
-"""Seconds of a way to multiply ("linear", "weight_first", "columns", "packed") with a number of rows."""
+"""Seconds of a way to multiply ("linear", "weight_first", "columns", "packed") with a number of rows; or what it takes
+beside "linear"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +114,11 @@ class WeightFirstLinear(nn.Linear):
         return out.t().contiguous().view(*input.shape[:-1], self.out_features)
 
 
-def arrange(module: Any, runs: Sequence[Run], digest: str = "") -> Choice:
+def arrange(module: Any, runs: Sequence[Run], digest: str = "", threads: Collection[int] = ()) -> Choice:
     """Put the linear layers of a model on the CPU, seen in `runs`, into their fastest form.
 
-    `digest` names the model's weights; without one weights by column are not shared with other processes.
+    `digest` names the model's weights; without one weights by column are not shared with other processes. `threads`:
+    how many will be used, now as many, now so many; none: as many as there are.
     """
     head = module.get_output_embeddings()
     inner = [run for run in runs if head not in run.layers]
@@ -122,7 +126,7 @@ def arrange(module: Any, runs: Sequence[Run], digest: str = "") -> Choice:
     if not sample:
         return Choice()
     with torch.inference_mode():
-        choice = choose(_measure(sample))
+        choice = choose(_over(threads, sample) if threads else _measure(sample))
     columns = {}
     if choice.form == "columns" or choice.single_by_column:
         columns = dict(zip(inner, by_column(digest, dict(zip(names(module, inner), inner, strict=True))), strict=True))
@@ -191,6 +195,21 @@ def _ways(run: Run) -> dict[str, list[Product]]:
     if _packing():
         ways["packed"] = [packed_product(run.weight(), None)]
     return ways
+
+
+def _over(threads: Collection[int], runs: Sequence[Run]) -> Times:
+    """Beside "linear" with as many threads, the mean of all numbers of them."""
+    before = torch.get_num_threads()
+    found: Times = {}
+    try:
+        for count in threads:
+            torch.set_num_threads(count)
+            times = _measure(runs)
+            for (way, rows), seconds in times.items():
+                found[way, rows] = found.get((way, rows), 0.0) + seconds / times["linear", rows] / len(threads)
+    finally:
+        torch.set_num_threads(before)
+    return found
 
 
 def _measure(runs: Sequence[Run]) -> Times:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,13 +54,19 @@ class Model:
 
     @classmethod
     def of(
-        cls, module: Any, eos_ids: frozenset[int] = frozenset(), *, weights: str = "native", digest: str = ""
+        cls,
+        module: Any,
+        eos_ids: frozenset[int] = frozenset(),
+        *,
+        weights: str = "native",
+        digest: str = "",
+        threads: Collection[int] = (),
     ) -> Model:
         """A causal language model of transformers, its weights of one dtype on one device. Changes it in place: on a
         CPU its linear layers let their weights go for a faster form of them.
 
-        `digest` names the weights, so that processes can share that form. Raises ModelError for a model that would
-        not run exactly, ConfigError for weights of a kind that cannot be had.
+        `digest` names the weights, so that processes can share that form. `threads`: see `arrange`. Raises ModelError
+        for a model that would not run exactly, ConfigError for weights of a kind that cannot be had.
         """
         text = module.config.get_text_config()
         refuse_inexact(module.config, text)
@@ -72,7 +78,8 @@ class Model:
             shapes = probe(module, text.num_hidden_layers, context_length, weight.dtype, weight.device)
         vocab_size, dtype, device = int(weight.shape[0]), weight.dtype, weight.device
         hidden_size = int(weight.shape[1]) if any(layer is head for layer, _ in watch.calls) else 0
-        form = _prepare(module, weights, watch.runs(), digest, device.type == "cpu" and dtype == torch.float32)
+        on_cpu = device.type == "cpu" and dtype == torch.float32
+        form = _prepare(module, weights, watch.runs(), digest, threads, on_cpu)
         return cls(module, shapes, context_length, vocab_size, eos_ids, dtype, device, form, hidden_size)
 
     def forward(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Output:
@@ -89,11 +96,12 @@ class Model:
         return Output(logits.float(), read[0][0] if self.hidden_size else logits.new_empty(len(rows), 0))
 
 
-def load(folder: Path, layers: int | None = None, weights: str = "native") -> Model:
+def load(folder: Path, layers: int | None = None, weights: str = "native", threads: Collection[int] = ()) -> Model:
     """The model in `folder` in fp32 on the CPU, or in bf16 on a CUDA GPU; only its first `layers` layers if given.
 
-    `weights="int8"`: linear layers multiply in 8 bits, on the CPU. Raises ModelError for weights that cannot be read
-    and for models that would not run exactly, ConfigError for weights of a kind that cannot be had.
+    `weights="int8"`: linear layers multiply in 8 bits, on the CPU. `threads`: see `arrange`. Raises ModelError for
+    weights that cannot be read and for models that would not run exactly, ConfigError for weights of a kind that
+    cannot be had.
     """
     if weights not in KINDS:
         raise ConfigError(f"weights are {' or '.join(KINDS)}, not {weights!r}", field="weights")
@@ -114,10 +122,12 @@ def load(folder: Path, layers: int | None = None, weights: str = "native") -> Mo
             raise ModelError(f"{text.model_type} does not call attention through the attention interface") from error
         raise ModelError(f"{folder} cannot be loaded: {error}") from error
     digest = fingerprint(folder, dtype=str(dtype), layers=layers)
-    return Model.of(module.to(device), eos_ids(folder), weights=weights, digest=digest)
+    return Model.of(module.to(device), eos_ids(folder), weights=weights, digest=digest, threads=threads)
 
 
-def _prepare(module: Any, weights: str, runs: Sequence[Run], digest: str, on_cpu: bool) -> str:
+def _prepare(
+    module: Any, weights: str, runs: Sequence[Run], digest: str, threads: Collection[int], on_cpu: bool
+) -> str:
     """Make the model's modules as fast as they can be here. `runs`: which linear layers read the same input."""
     if weights == "int8" and not on_cpu:
         raise ConfigError("int8 weights are for the CPU", field="weights")
@@ -127,7 +137,7 @@ def _prepare(module: Any, weights: str, runs: Sequence[Run], digest: str, on_cpu
     if weights == "int8":
         quantise(runs)
         return weights
-    return arrange(module, runs, digest).form
+    return arrange(module, runs, digest, threads).form
 
 
 def _truncate(text: Any, layers: int | None) -> None:

@@ -40,7 +40,7 @@ class PrefillJob(Message):
 
 
 class HeldBlocks(Message):
-    """What a decode worker's pool holds; see `shared.cache.summary`. Not in the beat: tenants may hear beats."""
+    """What a decode worker's pool holds; see `shared.cache.summary`. Beats do without: most who hear them need none."""
 
     type: Literal["held"] = "held"
     worker: WorkerName

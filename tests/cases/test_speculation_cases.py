@@ -89,6 +89,7 @@ async def test_a_good_drafter_is_used_to_the_full() -> None:
             answer.usage.drafted_tokens,
             answer.usage.accepted_tokens,
         )
+        assert worker.counters["cut_drafts"] == 0
 
 
 async def test_one_that_is_always_wrong_is_soon_left_alone_but_not_forgotten() -> None:

@@ -307,6 +307,8 @@ async def test_case_47_rows_of_a_batch_are_not_mixed(engine: Engine) -> None:
     assert sum(answer.finish_reason == "cancelled" for answer in said) > 4
     assert {answer.served_by.decode for answer in said} == {"decode-1", "decode-2"}
     assert 0 < drafting.counters["accepted_tokens"] < drafting.counters["drafted_tokens"]
+    wrong = drafting.counters["drafted_tokens"] - drafting.counters["accepted_tokens"]
+    assert 0 < drafting.counters["cut_drafts"] <= wrong
 
 
 LONG = {**tiny_models.ARCHITECTURES["llama"], "max_position_embeddings": 5000}

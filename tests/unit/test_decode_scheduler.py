@@ -21,7 +21,15 @@ LINEAGE = Lineage(b"r" * 32, "default")
 class Rig:
     """Scheduler, allocator and engine, driven as the service drives them."""
 
-    def __init__(self, *, blocks: int = 32, context: int = 256, max_running: int = 8, step_tokens: int = 32) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: int = 32,
+        context: int = 256,
+        max_running: int = 8,
+        step_tokens: int = 32,
+        mixed_tokens: int | None = None,
+    ) -> None:
         self.engine = FakeEngine(blocks=blocks, context=context)
         self.allocator = BlockAllocator(blocks, self.engine.info.block_size)
         self.scheduler = DecodeScheduler(
@@ -30,6 +38,7 @@ class Rig:
             context_length=context,
             max_running=max_running,
             step_tokens=step_tokens,
+            mixed_tokens=mixed_tokens,
         )
         self.answers: dict[str, list[int]] = {}
         self.hidden = False
@@ -196,6 +205,20 @@ def test_decoding_goes_on_while_a_long_prompt_is_prefilled() -> None:
         rig.step()
     assert len(rig.answers["first"]) == before + 5
     assert rig.answers["long"] == []
+
+
+def test_a_prompt_takes_less_of_a_step_while_others_decode() -> None:
+    """They wait for it; alone, it takes what a step has."""
+    rig = Rig(blocks=64, step_tokens=32, mixed_tokens=8)
+    rig.submit("short", [1, 2], 3)
+    rig.step()
+    long = rig.submit("long", list(range(100)), 2)
+    taken = []
+    while long.computed < 100:
+        before = long.computed
+        rig.step()
+        taken.append(long.computed - before)
+    assert taken == [8, 8, 32, 32, 20]
 
 
 def test_priority_then_age_decides_who_is_admitted() -> None:

@@ -37,6 +37,7 @@ class Shape:
     block_size: int
     max_running: int
     step_tokens: int
+    mixed_tokens: int | None
     depth: int
 
 
@@ -72,6 +73,7 @@ class World:
             context_length=CONTEXT,
             max_running=shape.max_running,
             step_tokens=shape.step_tokens,
+            mixed_tokens=shape.mixed_tokens,
         )
         self.wanted: dict[str, list[int]] = {}
         self.answers: dict[str, list[int]] = {}
@@ -163,6 +165,9 @@ class World:
         generating = [s for s in ranked if s.generating]
         tokens = sum(len(w.span.token_ids) for w in self.pending)
         assert tokens <= max(self.shape.step_tokens, len(generating)) + self.shape.block_size
+        prompts = [len(w.span.token_ids) for w in self.pending if w.span.rows != len(w.span.token_ids)]
+        if self.shape.mixed_tokens is not None and planned.intersection(generating):
+            assert sum(prompts) <= max(self.shape.mixed_tokens, self.shape.block_size)
         if not self.publishing:
             assert ranked[:1] != generating[:1] or planned.issuperset(ranked[:1]), "the first in rank stands by"
             if self.shape.blocks >= len(ranked) * math.ceil(CONTEXT / self.shape.block_size):
@@ -233,6 +238,7 @@ SHAPES = st.builds(
     block_size=st.integers(2, 4),
     max_running=st.integers(1, 7),
     step_tokens=st.integers(1, 40),
+    mixed_tokens=st.one_of(st.none(), st.integers(1, 40)),
     depth=st.integers(0, 6),
 )
 SCRIPTS = st.lists(st.tuples(st.sampled_from(OFTEN), st.integers(0, 2**16)), min_size=20, max_size=120)

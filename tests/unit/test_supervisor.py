@@ -197,17 +197,15 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     until(lambda: not any(alive(pid) for pid in pids), 5)
 
 
-def test_cores_are_shared_out_unless_somebody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trine.process._cores", lambda: 8)
+def test_workers_share_the_cores_unless_somebody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINE_THREADS", raising=False)
-    env = worker_env("decode-1", "nats://x", 3, {"TRINE_BLOCK_SIZE": "8"})
-    assert env["TRINE_THREADS"] == env["OMP_NUM_THREADS"] == "2"
+    env = worker_env("decode-1", "nats://x", "decode", {"TRINE_BLOCK_SIZE": "8"})
+    assert env["TRINE_THREADS"] == "0" and "OMP_NUM_THREADS" not in env
     assert (env["TRINE_WORKER"], env["TRINE_NATS_URL"], env["TRINE_BLOCK_SIZE"]) == ("decode-1", "nats://x", "8")
-    assert worker_env("w", "u", 16, {})["TRINE_THREADS"] == "1"
-    assert worker_env("w", "u", 2, {"TRINE_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
-    assert "OMP_NUM_THREADS" not in worker_env("w", "u", 2, {"TRINE_THREADS": "0"})
+    assert worker_env("w", "u", "drafter", {})["OMP_NUM_THREADS"] == "1"
+    assert worker_env("w", "u", "decode", {"TRINE_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
     monkeypatch.setenv("TRINE_THREADS", "5")
-    assert worker_env("w", "u", 2, {})["TRINE_THREADS"] == "5"
+    assert worker_env("w", "u", "drafter", {})["TRINE_THREADS"] == "5"
 
 
 @pytest.mark.parametrize(

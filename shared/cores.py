@@ -1,0 +1,132 @@
+"""Who computes on this machine, so that each worker takes as many cores as the others leave.
+
+A worker that is alone at work is as fast as the machine; two at work at once have half of it each, as threads that
+outnumber the cores wait for one another. Which workers are at work changes from step to step, so each of them tells it
+in a file that they share, before and after each step, and looks there how many others there are. Nothing rests on it
+but speed: whoever does not share the file, or writes nonsense into it, makes steps slower.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from shared.config import Settings
+
+if sys.platform != "win32":
+    import fcntl
+
+SHARED_MEMORY = Path("/dev/shm")
+
+LONGEST_S = 30.0
+"""A step that began longer ago is one that its process did not survive."""
+GAP_S = 0.05
+"""Between two steps of a worker that is at work: texts, events, drafts. Who ended one so recently takes another."""
+SLOTS = 128
+_SLOT = struct.Struct("<dd")
+
+
+class Slot(NamedTuple):
+    """A worker's last step, by the machine's monotonic clock in seconds. Began after it ended: it is not over."""
+
+    began: float
+    ended: float
+
+
+def share(cores: int, others: Iterable[Slot], now: float) -> int:
+    """How many of `cores` a step takes that begins now."""
+    return max(1, cores // (1 + sum(_at_work(slot, now) for slot in others)))
+
+
+def _at_work(slot: Slot, now: float) -> bool:
+    if slot.began > slot.ended:
+        return 0.0 <= now - slot.began < LONGEST_S
+    return 0.0 <= now - slot.ended < GAP_S
+
+
+def file_for(settings: Settings) -> Path:
+    """One for all workers of this user on this machine; in containers, beside the folder that they share."""
+    if settings.host_cache_dir:
+        folder = Path(settings.host_cache_dir)
+        return folder.with_name(f"{folder.name}-cores")
+    where = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return where / f"trine-cores-{os.getuid()}"
+
+
+def available() -> int:
+    """Cores that this process may use; fewer if OMP_NUM_THREADS says so."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(told)) if told.isdigit() and int(told) else cores
+
+
+class Cores:
+    """This process's place among those that share `path`. Raises OSError where there can be none."""
+
+    def __init__(self, path: Path, cores: int) -> None:
+        self.most = cores
+        """That a step has when nobody else is at work."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)
+        try:
+            _check_ours(os.fstat(self._file), path)
+            if os.fstat(self._file).st_size < SLOTS * _SLOT.size:
+                os.ftruncate(self._file, SLOTS * _SLOT.size)
+            self._own = self._place()
+            self._slots = mmap.mmap(self._file, SLOTS * _SLOT.size)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    @classmethod
+    def of(cls, settings: Settings) -> Cores | None:
+        """What the settings ask for: None with a fixed number of threads, and where processes share no memory."""
+        if settings.threads or sys.platform == "win32":
+            return None
+        try:
+            return cls(file_for(settings), available())
+        except OSError:
+            return None
+
+    def _place(self) -> int:
+        """A slot that no living process has: the kernel gives locks back when a process ends."""
+        for number in range(SLOTS):
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, _SLOT.size, number * _SLOT.size)
+            except (BlockingIOError, PermissionError):
+                continue
+            return number
+        raise OSError(f"{SLOTS} workers share this machine already")
+
+    def others(self) -> Iterator[Slot]:
+        everything = self._slots[:]  # a slot that is just being written may be read half: a wrong count, once
+        for number, (began, ended) in enumerate(_SLOT.iter_unpack(everything)):
+            if number != self._own:
+                yield Slot(began, ended)
+
+    @contextmanager
+    def at_work(self) -> Iterator[int]:
+        """For as long as a step takes: so many cores are ours."""
+        began = time.monotonic()
+        self._write(began, 0.0)
+        try:
+            yield share(self.most, self.others(), began)
+        finally:
+            self._write(began, time.monotonic())
+
+    def _write(self, began: float, ended: float) -> None:
+        _SLOT.pack_into(self._slots, self._own * _SLOT.size, began, ended)
+
+
+def _check_ours(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise PermissionError(f"{path} is no file of this user alone")

@@ -1,0 +1,137 @@
+"""Workers of one machine take as many cores as the others leave; nothing but speed rests on what they read there."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.config import Settings
+from shared.cores import GAP_S, LONGEST_S, SLOTS, Cores, Slot, available, file_for, share
+
+NOW = 1000.0
+IDLE, WORKING, BETWEEN = Slot(900.0, 901.0), Slot(999.0, 0.0), Slot(990.0, NOW - GAP_S / 2)
+DEAD, NEVER, AHEAD = Slot(NOW - LONGEST_S - 1, 0.0), Slot(0.0, 0.0), Slot(NOW + 5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "others", "expected"),
+    [
+        (2, [], 2),
+        (2, [IDLE, NEVER, DEAD, AHEAD], 2),
+        (2, [WORKING], 1),
+        (2, [BETWEEN], 1),
+        (2, [WORKING, BETWEEN, IDLE], 1),
+        (16, [WORKING], 8),
+        (16, [WORKING, WORKING], 5),
+        (1, [WORKING], 1),
+    ],
+)
+def test_what_is_left_by_those_at_work(cores: int, others: list[Slot], expected: int) -> None:
+    assert share(cores, others, NOW) == expected
+
+
+@given(st.integers(1, 256), st.lists(st.builds(Slot, st.floats(), st.floats()), max_size=SLOTS))
+def test_whatever_others_write_there_is_at_least_one_core_and_never_too_many(cores: int, others: list[Slot]) -> None:
+    assert 1 <= share(cores, others, NOW) <= cores
+
+
+OTHER = """
+import sys, time
+from pathlib import Path
+from shared.cores import Cores
+cores = Cores(Path(sys.argv[1]), 4)
+for line in sys.stdin:
+    with cores.at_work() as count:
+        print(count, flush=True)
+        sys.stdin.readline()
+    print("over", flush=True)
+"""
+
+
+class Other:
+    """Another process; at work from `begin` to `end`."""
+
+    def __init__(self, path: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", OTHER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def say(self) -> str:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def test_processes_see_each_other_and_the_dead_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    own, other = Cores(path, 4), Other(path)
+    try:
+        with own.at_work() as count:
+            assert count == 4
+        time.sleep(2 * GAP_S)
+        assert other.say() == "4"
+        with own.at_work() as count:
+            assert count == 2
+        assert other.say() == "over"
+        time.sleep(2 * GAP_S)
+        with own.at_work() as count:
+            assert count == 4
+            assert other.say() == "2"
+    finally:
+        other.kill()
+    third = Other(path)  # has the place of the one that was killed at work
+    try:
+        time.sleep(2 * GAP_S)
+        assert third.say() == "4" and third.say() == "over"
+        time.sleep(2 * GAP_S)
+        with own.at_work() as count:
+            assert count == 4
+    finally:
+        third.kill()
+
+
+def test_a_step_that_fails_is_over(tmp_path: Path) -> None:
+    own = Cores(tmp_path / "cores", 4)
+    with pytest.raises(ValueError, match="step"), own.at_work():
+        raise ValueError("step")
+    began, ended = struct.unpack_from("<dd", (tmp_path / "cores").read_bytes())
+    assert 0 < began <= ended and math.isfinite(ended)
+
+
+def test_a_file_of_others_is_not_shared(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"")
+    (tmp_path / "link").symlink_to(target)
+    open_to_all = tmp_path / "open"
+    open_to_all.write_bytes(b"")
+    open_to_all.chmod(0o666)
+    for path in (tmp_path / "link", open_to_all, tmp_path):
+        with pytest.raises(OSError, match=r"."):
+            Cores(path, 2)
+    assert target.read_bytes() == open_to_all.read_bytes() == b""
+
+
+def test_what_settings_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "blocks"
+    assert file_for(Settings(host_cache_dir=str(folder))) == tmp_path / "blocks-cores"
+    assert file_for(Settings()).name == f"trine-cores-{os.getuid()}"
+    assert Cores.of(Settings(threads=3, host_cache_dir=str(folder))) is None
+    assert Cores.of(Settings(host_cache_dir=str(tmp_path / "none" / "blocks"))) is None
+    assert not (tmp_path / "blocks-cores").exists()
+    assert Cores.of(Settings(host_cache_dir=str(folder))) is not None
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert available() == 1
