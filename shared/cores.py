@@ -26,6 +26,7 @@ if sys.platform != "win32":
     import fcntl
 
 SHARED_MEMORY = Path("/dev/shm")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 LONGEST_S = 30.0
 """A step that began longer ago is one that its process did not survive."""
@@ -63,10 +64,24 @@ def file_for(settings: Settings) -> Path:
 
 
 def available() -> int:
-    """Cores that this process may use; fewer if OMP_NUM_THREADS says so."""
+    """Cores that this process may use: those that it may run on, or fewer if its container's quota or
+    OMP_NUM_THREADS says so."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     told = os.environ.get("OMP_NUM_THREADS", "")
-    return min(cores, int(told)) if told.isdigit() and int(told) else cores
+    try:
+        given = quota(QUOTA.read_text())
+    except OSError:
+        given = None
+    return max(1, min(cores, given or cores, int(told) if told.isdigit() else cores))
+
+
+def quota(said: str) -> int | None:
+    """Whole cores of a container, from its `cpu.max` (https://docs.kernel.org/admin-guide/cgroup-v2.html); None for no
+    limit, and for what cannot be read."""
+    parts = said.split()
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        return None
+    return max(1, int(parts[0]) // int(parts[1]))
 
 
 class Cores:

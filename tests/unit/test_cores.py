@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.config import Settings
-from shared.cores import GAP_S, LONGEST_S, SLOTS, Cores, Slot, available, file_for, share
+from shared.cores import GAP_S, LONGEST_S, SLOTS, Cores, Slot, available, file_for, quota, share
 
 NOW = 1000.0
 IDLE, WORKING, BETWEEN = Slot(900.0, 901.0), Slot(999.0, 0.0), Slot(990.0, NOW - GAP_S / 2)
@@ -125,7 +125,7 @@ def test_a_file_of_others_is_not_shared(tmp_path: Path) -> None:
     assert target.read_bytes() == open_to_all.read_bytes() == b""
 
 
-def test_what_settings_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_settings_ask_for(tmp_path: Path) -> None:
     folder = tmp_path / "blocks"
     assert file_for(Settings(host_cache_dir=str(folder))) == tmp_path / "blocks-cores"
     assert file_for(Settings()).name == f"trine-cores-{os.getuid()}"
@@ -133,5 +133,32 @@ def test_what_settings_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert Cores.of(Settings(host_cache_dir=str(tmp_path / "none" / "blocks"))) is None
     assert not (tmp_path / "blocks-cores").exists()
     assert Cores.of(Settings(host_cache_dir=str(folder))) is not None
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_cores_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("shared.cores.QUOTA", tmp_path / "cpu.max")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert available() == 8
+    (tmp_path / "cpu.max").write_text("450000 100000\n")
+    assert available() == 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert available() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")
     assert available() == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "cores"),
+    [
+        ("max 100000\n", None),
+        ("200000 100000", 2),
+        ("50000 100000", 1),
+        ("", None),
+        ("0 100000", None),
+        ("1 0", None),
+        ("a b", None),
+    ],
+)
+def test_a_containers_quota(said: str, cores: int | None) -> None:
+    assert quota(said) == cores
