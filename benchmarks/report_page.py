@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.peers_runs import ROWS as ROWS_OF_PEERS
 from benchmarks.report_plots import PLOTS
 from benchmarks.report_runs import BENCHMARKS, Benchmark, Saved
 from benchmarks.report_tables import TABLES, bars, percent, shown, table
@@ -120,10 +121,16 @@ def _failover(result: Result) -> str:
 
 
 def _peers(result: Result) -> str:
-    best = [(row["title"], row["best"]) for row in result["rows"].values()]
-    own = sum(name == "Trine" for _, name in best)
+    """Of the best peer's in each row: times that are best below 1, rates that are best above."""
+    found = []
+    for name, row in result["rows"].items():
+        others = [r["median"] for server, r in row["servers"].items() if server != "Trine" and r]
+        if others and (own := row["servers"].get("Trine")):
+            best = max(others) if ROWS_OF_PEERS[name].higher else min(others)
+            what = row["title"].rpartition(", ")[0].partition(" (")[0]
+            found.append(f"{what}: {shown(own['median'] / best)}")
     names = ", ".join(server["name"] for server in result["servers"] if server["name"] != "Trine")
-    return f"best in {own} of {len(best)} rows, beside {names or 'no other'}"
+    return f"over the best of {names}: {'; '.join(found)}" if found else "no peer was installed"
 
 
 def _interference(result: Result) -> str:
@@ -142,7 +149,7 @@ ROWS = {
     ("kv_quant", "**KV in 8 bits, in 4 bits**: bytes of fp16, perplexity, same most likely token"): _codecs,
     ("memory", "**Paging**: KV memory in use, under a mixed load"): _memory,
     ("speculation", "**Drafts**: tokens per second with / without"): _drafts,
-    ("peers", "**Beside other servers**, same weights and cores"): _peers,
+    ("peers", "**Beside other servers**, same weights and cores: times (less is better) and tokens/s"): _peers,
     (
         "interference",
         "**Running answers while prompts of 1,024 tokens arrive**, tuned, pauses beside the best peer's",

@@ -20,6 +20,8 @@ ROLES = ("prefill", "decode", "drafter", "gateway", "operator")
 ANSWER_S = 60
 """Seconds in which a message may be answered, by who may publish answers."""
 API = "$JS.API."
+COPIES = "$JS.SNAPSHOT.>"
+"""Where a backup is acked and a restore's chunks go (NATS ADR-1, JetStream API)."""
 X = "x"  # where a subject has an id; widened to a wildcard
 
 
@@ -159,8 +161,8 @@ def _gateway(s: Subjects) -> Rights:
 
 
 def _operator(s: Subjects) -> Rights:
-    """Whoever may manage streams may read them."""
-    return Rights((_wide(s.drop, 1), *_requests(s), SERVICES, f"{API}>"), (ALL_BEATS, _wide(s.dropped(X), 1, -1)))
+    """Whoever may manage streams may read them, and put a copy of one back."""
+    return Rights((_wide(s.drop, 1), *_requests(s), SERVICES, f"{API}>", COPIES), (ALL_BEATS, _wide(s.dropped(X), 1, -1)))
 
 
 def _requests(s: Subjects) -> list[str]:

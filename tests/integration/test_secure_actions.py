@@ -104,6 +104,8 @@ PUBLISH: dict[str, tuple[str, ...]] = {
     f"{API}CONSUMER.MSG.NEXT.{PREFILL}.prefill": ("prefill", "operator"),
     f"$JS.ACK.{REQ}.decode-high.1.1.1.1.0": ("decode",),
     f"$JS.ACK.{PREFILL}.prefill.1.1.1.1.0": ("prefill",),
+    "$JS.SNAPSHOT.ACK.x": ("operator",),
+    "$JS.SNAPSHOT.RESTORE.x": ("operator",),
     "$SYS.REQ.SERVER.PING": (),
     "$SYS.REQ.USER.INFO": (),
 }

@@ -19,6 +19,9 @@ from services.decode.config import DecodeSettings
 from services.drafter.config import DrafterSettings
 from services.gateway.config import GatewaySettings
 from services.prefill.config import PrefillSettings
+from shared.config import MiB
+from shared.streams import decode_streams
+from shared.subjects import Subjects
 from trine.credentials import OWNERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +115,19 @@ def test_settings_are_known_and_valid(fleet: dict[str, dict[str, Any]]) -> None:
         for kind in SETTINGS:
             fields: dict[str, Any] = {n.removeprefix("TRINE_").lower(): v for n, v in given.items()}
             kind(**{field: value for field, value in fields.items() if field in kind.model_fields})
+
+
+def test_a_full_nats_server_stays_below_its_limits() -> None:
+    """The rule of docs/operations.md, by what the streams in memory may hold."""
+    streams = decode_streams(Subjects("m"), DecodeSettings())
+    beside = sum(stream.max_bytes for stream in streams if stream.storage == "memory")
+    rule = f"GOMEMLIMIT = 1.27 × (TRINE_CACHE_BYTES + {beside // MiB} MiB) + 64 MiB"
+    assert rule in (ROOT / "docs" / "operations.md").read_text("utf-8")
+    nats = CPU["nats"]
+    aimed = int(nats["environment"]["GOMEMLIMIT"].removesuffix("MiB"))
+    most = int(nats["deploy"]["resources"]["limits"]["memory"].removesuffix("g")) * 1024
+    cache = int(CPU["decode"]["environment"]["TRINE_CACHE_BYTES"])
+    assert 1.27 * (cache + beside) / MiB + 64 <= aimed < most
 
 
 def test_gpus_are_asked_for() -> None:

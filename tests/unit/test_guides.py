@@ -20,10 +20,18 @@ SOURCES = "\n".join(
         ("shared", "*.py"),
         ("trine", "*.py"),
         ("deploy", "*.conf"),
+        ("deploy", "*.y*ml"),
         ("", "*.yaml"),
     )
     for path in ((ROOT / folder).rglob(kind) if folder else ROOT.glob(kind))
 )
+METRICS = set(
+    re.findall(
+        r'"(trine_[a-z_]+)"',
+        "".join(path.read_text("utf-8") for path in (ROOT / "services" / "gateway").glob("*metrics.py")),
+    )
+)
+METRIC_END = re.compile("_(total|bucket|count|sum)$")
 SETTINGS = set(re.findall(r"`(TRINE_[A-Z_]+)`", (ROOT / "docs" / "settings.md").read_text("utf-8")))
 
 
@@ -38,7 +46,9 @@ def test_what_it_names_exists(guide: Path) -> None:
     assert said(guide, r"`trine ([a-z]+)") <= set(commands)
     known = {kind.code for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "code")}
     for name in said(guide, r"`([a-z]+_[a-z_]+)`"):
-        assert name in known or name in SOURCES, name
+        assert name in known or name in SOURCES or METRIC_END.sub("", name) in METRICS, name
+    for name in said(guide, r"`(trine_[a-z_]+)"):
+        assert METRIC_END.sub("", name) in METRICS, name
     for target in said(guide, r"\]\(([a-z-]+\.md)"):
         assert (ROOT / "docs" / target).exists(), target
     for module in said(guide, r"python -m ([a-z._]+[a-z])"):

@@ -23,7 +23,8 @@ from services.gateway.config import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.prefill.config import PrefillSettings
 from shared.bus.embedded import find_server
-from shared.config import DEFAULT_MODEL, Settings
+from shared.config import DEFAULT_MODEL, MiB, Settings
+from shared.streams import decode_streams
 from shared.subjects import Subjects
 from trine.access import variable
 from trine.credentials import OWNERS
@@ -193,6 +194,16 @@ def test_nats_takes_its_configuration(tmp_path: Path) -> None:
     command = [str(find_server()), "-t", "-c", str(conf)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=10, env=os.environ | given)
     assert not done.returncode, done.stderr
+
+
+def test_a_full_nats_server_stays_below_its_limits() -> None:
+    """The rule of docs/operations.md, by what the streams in memory may hold."""
+    (nats,) = of("StatefulSet").values()
+    streams = decode_streams(SUBJECTS, DecodeSettings())
+    beside = sum(stream.max_bytes for stream in streams if stream.storage == "memory")
+    needed = 1.27 * (int(config("trine-settings")["TRINE_CACHE_BYTES"]) + beside) / MiB + 64
+    most = int(container(nats)["resources"]["limits"]["memory"].removesuffix("Gi")) * 1024
+    assert needed <= int(env(nats)["GOMEMLIMIT"].removesuffix("MiB")) < most
 
 
 def test_everybody_knows_all_servers() -> None:

@@ -115,6 +115,21 @@ def test_a_peer_that_failed_is_in_no_picture_and_named_below_the_table() -> None
     assert len(drawn_lines) == 2, "the rate and the first token of one server"
 
 
+def test_the_headline_sets_trine_beside_the_best_peer_of_each_row() -> None:
+    def row(title: str, **medians: float) -> dict[str, Any]:
+        return {"title": title, "servers": {name: {"median": m} for name, m in medians.items()}, "best": "?"}
+
+    rows = {
+        "ttft_cold_ms": row("first token, cold, ms", Trine=30.0, a=20.0, b=40.0),
+        "batch_1": row("batch 1 (64 in), tokens/s", Trine=30.0, a=20.0, b=40.0),
+    }
+    servers = [{"name": name} for name in ("Trine", "a", "b")]
+    said = headline({"peers": {"result": {"servers": servers, "rows": rows}}})[-1]
+    assert "over the best of a, b: first token, cold: 1.50; batch 1: 0.75 |" in said
+    alone = {"ttft_cold_ms": row("first token, cold, ms", Trine=30.0)}
+    assert "no peer" in headline({"peers": {"result": {"servers": servers[:1], "rows": alone}}})[-1]
+
+
 def test_what_was_not_measured_is_named_and_has_no_row() -> None:
     said = page({"gateway": GATEWAY})
     assert "Not measured yet:" in said and "`python -m benchmarks.peers --json`" in said
