@@ -162,7 +162,9 @@ def _gateway(s: Subjects) -> Rights:
 
 def _operator(s: Subjects) -> Rights:
     """Whoever may manage streams may read them, and put a copy of one back."""
-    return Rights((_wide(s.drop, 1), *_requests(s), SERVICES, f"{API}>", COPIES), (ALL_BEATS, _wide(s.dropped(X), 1, -1)))
+    return Rights(
+        (_wide(s.drop, 1), *_requests(s), SERVICES, f"{API}>", COPIES), (ALL_BEATS, _wide(s.dropped(X), 1, -1))
+    )
 
 
 def _requests(s: Subjects) -> list[str]:
