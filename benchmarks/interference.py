@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each prompt that arrives (default 1024)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: both")
     add_options(parser)
+    parser.set_defaults(drafters=0)  # with drafts a piece of a stream has several tokens, and pieces are what is seen
     options = parser.parse_args()
     result = run(options)
     print(json.dumps(result) if options.json else table(result))

@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default 3")
     parser.add_argument("--small", action="store_true", help="few tokens: to see that everything runs")
     add_options(parser)
+    parser.set_defaults(drafters=1)  # as `trine up` comes
     options = parser.parse_args()
     result = run(options)
     print(json.dumps(result) if options.json else table(result))

@@ -73,7 +73,7 @@ class Server:
 # Trine
 
 TRINE: Mapping[Variant, tuple[Mapping[str, int], Mapping[str, str]]] = {
-    "default": ({"prefill": 1, "decode": 1, "drafter": 1}, {}),
+    "default": ({"prefill": 1, "decode": 1}, {}),
     "tuned": ({"prefill": 1, "decode": 1}, {"TRINE_STEP_TOKENS": "36", "TRINE_PREFILL_PATIENCE_S": "60"}),
 }
 """Workers, and their settings. Tuned: however many prompts wait, they wait for the prefill worker, on a core of its
@@ -81,8 +81,9 @@ own, and what is left of a prompt for the decode worker takes little of a step."
 
 
 @contextmanager
-def trine(variant: Variant, _: argparse.Namespace) -> Iterator[Server]:
+def trine(variant: Variant, options: argparse.Namespace) -> Iterator[Server]:
     counts, env = TRINE[variant]
+    counts = {**counts, **({"drafter": options.drafters} if options.drafters else {})}
     settings = [*(f"{count} {role}" for role, count in counts.items()), *(f"{k}={v}" for k, v in env.items())]
     own = {"TRINE_MODEL": DEFAULT_MODEL, "TRINE_PORT": "0", **env}
     with Fleet({**counts, "gateway": 1}, env=own) as fleet:

@@ -15,8 +15,9 @@ SERVER_RATE = 690e6
 """Bytes per second through one server, in and out together, before it is the limit."""
 LINK_RATE = 500e6
 """Bytes per second that one worker gets."""
-MEMORY_RATE = 8e9
-"""Bytes per second between workers of one machine, through its memory."""
+MEMORY_RATE = 4.4e9
+"""Bytes per second between workers of one machine, through its memory: reads of 1 MiB blocks from the host tier, two
+cores (benchmarks/results/transfer.json)."""
 MESSAGE_RATE = 90_000.0
 """Small messages per second through one server."""
 QUEUE_RATE = 1_400.0
@@ -34,9 +35,15 @@ class Traffic:
     put: float
     """Bytes of blocks written to the cache."""
     got: float
-    """Bytes of blocks read from it by others."""
+    """Bytes of blocks that decode workers read from it."""
+    fetched: float
+    """Bytes that prefill workers read from it: what their jobs begin with and others computed before."""
     messages: float
     requests: float
+
+    @property
+    def moved(self) -> float:
+        return self.put + self.got + self.fetched
 
     @property
     def share(self) -> float:
@@ -45,7 +52,7 @@ class Traffic:
 
     @property
     def bytes_share(self) -> float:
-        return (self.put + self.got) / SERVER_RATE
+        return self.moved / SERVER_RATE
 
     @property
     def fleets(self) -> int:
@@ -53,14 +60,22 @@ class Traffic:
         return max(1, math.ceil(self.share / PLANNED - 1e-9))
 
 
-def traffic(costs: Costs, load: Load, computed: float, *, remote: bool) -> Traffic:
-    """`computed`: tokens of a prompt that are; the others are read. `remote`: prefill workers compute them.
+def traffic(costs: Costs, load: Load, *, remote: bool) -> Traffic:
+    """`remote`: prefill workers compute prompts.
 
-    Whoever computes a block publishes it, also while an answer is generated. A decode worker reads what it did not
-    compute, as if its own pool never had it: through the machine's memory if that is one, and else through NATS.
+    Whoever computes a block publishes it, also while an answer is generated; what is known already is not published
+    again. A worker reads what it did not compute, as if its own pool never had it: through the machine's memory if
+    that is one, and else through NATS.
     """
     each = costs.kv_bytes * load.requests_per_s
-    read = 0.0 if load.one_machine else load.prompt if remote else load.prompt - computed
+    got = load.prompt if remote else load.cached
+    fetched = load.cached if remote else 0.0
+    far = 0.0 if load.one_machine else each
     # A step's tokens of one sequence are one event, which is published, acked and heard.
     messages = load.requests_per_s * (MESSAGES + 3 * load.output)
-    return Traffic(each * (computed + load.output), each * read, messages, load.requests_per_s)
+    return Traffic(each * (load.computed + load.output), far * got, far * fetched, messages, load.requests_per_s)
+
+
+def fetch_s(costs: Costs, load: Load) -> float:
+    """Seconds for one token's KV from another worker."""
+    return costs.kv_bytes / (MEMORY_RATE if load.one_machine else LINK_RATE)

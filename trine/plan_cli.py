@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -14,12 +15,17 @@ from shared.errors import InvalidField
 from trine import plan_hardware
 from trine.console import reported
 from trine.plan import plan as planned
-from trine.plan_advice import as_dict, told
 from trine.plan_cost import Drafting
+from trine.plan_files import shape_of
 from trine.plan_hardware import Hardware
-from trine.plan_load import Load
+from trine.plan_load import MOST_ACCEPTANCE, Load
 from trine.plan_metrics import NOTHING, Observed, watch
-from trine.plan_model import ModelShape, shape_of
+from trine.plan_model import ModelShape
+from trine.plan_told import as_dict, told
+
+ASSUMED = {"load": 1.0, "prompt": 1000.0, "output": 200.0, "shared-prefix": 0.0, "acceptance": 0.0}
+"""What is neither given nor observed."""
+MOST_BILLIONS = 1e6
 
 
 @reported
@@ -44,7 +50,9 @@ def plan(
     ttft_ms: Annotated[float, typer.Option(help="The first token is wanted within so long.")] = 1000.0,
     tpot_ms: Annotated[float, typer.Option(help="And each further one.")] = 100.0,
     shared_prefix: Annotated[float | None, typer.Option(help="Share of prompt tokens that came before (0).")] = None,
-    acceptance: Annotated[float | None, typer.Option(help="Share of drafts that are right (unknown).")] = None,
+    acceptance: Annotated[
+        float | None, typer.Option(help="Chance that a draft is right if those before it are (unknown).")
+    ] = None,
     draft_cost: Annotated[float, typer.Option(help="A draft's time, in steps of the model.")] = 0.05,
     kv_codec: Annotated[str, typer.Option(help="auto, none, int8, fp8_e4m3 or int4.")] = "auto",
     one_machine: Annotated[bool, typer.Option("--one-machine", help="All workers are on one machine.")] = False,
@@ -54,43 +62,65 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
 ) -> None:
     """How many workers a load needs, what to turn on, and when NATS is not enough: with the arithmetic."""
-    seen = watch(metrics, seconds, model_name) if metrics else NOTHING
     machine = _hardware(hardware, memory_gb, bandwidth, tflops)
-    width = dtype_bytes or (4 if machine.codec_reads else 2)
-    if params is not None:
-        numbers = {"layers": layers, "heads": heads, "kv-heads": kv_heads, "head-dim": head_dim, "dtype-bytes": width}
-        for name, value in numbers.items():
-            if not 0 < value <= 1 << 20:
-                raise InvalidField(f"--{name}: {value} is not positive", field=name)
-        if not 0 < (active or params) <= params:
-            raise InvalidField("--params, --active: above 0, and active no more than all", field="active")
-        given = (params * 1e9, (active or params) * 1e9)
-        shape = ModelShape(f"{params:g}B as given", layers, heads, kv_heads, head_dim, *given, width)
-    else:
-        shape = _resized(shape_of(_path(model)), dtype_bytes, machine)
-    found = planned(
-        shape,
-        machine,
-        Load(
-            requests_per_s=_first(load, seen.requests_per_s, 1.0),
-            prompt=_first(prompt, seen.prompt, 1000.0),
-            output=_first(output, seen.output, 200.0),
-            ttft_s=ttft_ms / 1e3,
-            tpot_s=tpot_ms / 1e3,
-            shared=_first(shared_prefix, seen.cached, 0.0),
-            drafting=Drafting(min(_first(acceptance, seen.acceptance, 0.0), 0.99), draft_cost),
-            one_machine=one_machine,
-        ),
-        kv_codec,
+    width = machine.number_bytes if dtype_bytes is None else _within("dtype-bytes", dtype_bytes, 1, 8)
+    numbers = {"layers": layers, "heads": heads, "kv-heads": kv_heads, "head-dim": head_dim}
+    shape = shape_of(_path(model)) if params is None else _from_numbers(params, active, numbers)
+    # Weights are held in fp32 on a CPU and in 2 bytes on a GPU, whatever the files have.
+    shape = replace(shape, dtype_bytes=width, kv_dtype_bytes=machine.number_bytes)
+    given = {"load": load, "prompt": prompt, "output": output, "shared-prefix": shared_prefix, "acceptance": acceptance}
+    seen = watch(metrics, seconds, model_name) if metrics else NOTHING
+    known, assumed = _known(given, seen)
+    asked = Load(
+        requests_per_s=known["load"],
+        prompt=known["prompt"],
+        output=known["output"],
+        ttft_s=ttft_ms / 1e3,
+        tpot_s=tpot_ms / 1e3,
+        shared=known["shared-prefix"],
+        drafting=Drafting(known["acceptance"], draft_cost),
+        one_machine=one_machine,
     )
+    found = planned(shape, machine, asked, kv_codec)
     if as_json:
-        print(json.dumps({**as_dict(found), "observed": asdict(seen) if metrics else None}))
+        observed = {"observed": asdict(seen) if metrics else None, "assumed": assumed}
+        print(json.dumps({**as_dict(found), **observed}, allow_nan=False))
         return
-    typer.echo("\n".join([*(_seen(seen) if metrics else []), told(found)]))
+    typer.echo("\n".join([*(_seen(seen, assumed) if metrics else []), told(found)]))
 
 
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+def _known(given: Mapping[str, float | None], seen: Observed) -> tuple[dict[str, float], dict[str, float]]:
+    """What is given, else what was observed, else what is assumed; and of these what is assumed."""
+    right = None if seen.acceptance is None else min(seen.acceptance, MOST_ACCEPTANCE)
+    observed = {
+        "load": seen.requests_per_s,
+        "prompt": seen.prompt,
+        "output": seen.output,
+        "shared-prefix": seen.cached,
+        "acceptance": right,
+    }
+    both = [*observed.items(), *given.items()]
+    known = {name: value for name, value in both if value is not None}
+    assumed = {name: value for name, value in ASSUMED.items() if name not in known}
+    return {**known, **assumed}, assumed
+
+
+def _from_numbers(params: float, active: float | None, numbers: Mapping[str, int]) -> ModelShape:
+    """`params` and `active` in billions; `numbers` by option. Raises InvalidField."""
+    layers, heads, kv_heads, head_dim = (_within(name, number, 1, 1 << 20) for name, number in numbers.items())
+    weights = _within("params", params, 1e-6, MOST_BILLIONS)
+    used = weights if active is None else _within("active", active, 1e-6, weights)
+    return ModelShape(f"{params:g}B as given", layers, heads, kv_heads, head_dim, head_dim, weights * 1e9, used * 1e9)
+
+
+N = TypeVar("N", int, float)
+
+
+def _within(option: str, value: N, low: float, high: float) -> N:
+    """Raises InvalidField."""
+    if not low <= value <= high:
+        raise InvalidField(f"--{option}: {value:g} is not within {low:g} and {high:g}", field=option)
+    return value
 
 
 def _path(model: str) -> Path:
@@ -111,20 +141,20 @@ def _hardware(name: str, memory_gb: float | None, bandwidth: float | None, tflop
     return plan_hardware.given(*(float(v) for v in numbers.values() if v is not None), cpu=name.lower() == "cpu")
 
 
-def _resized(shape: ModelShape, dtype_bytes: int | None, machine: Hardware) -> ModelShape:
-    """Weights are held in fp32 on a CPU and in 2 bytes on a GPU, whatever the files have."""
-    return replace(shape, dtype_bytes=dtype_bytes or (4 if machine.codec_reads else min(shape.dtype_bytes, 2)))
-
-
-def _seen(seen: Observed) -> list[str]:
+def _seen(seen: Observed, assumed: Mapping[str, float]) -> list[str]:
     def shown(value: float | None, unit: str, scale: float = 1.0) -> str:
         return f"{value * scale:,.4g}{unit}" if value is not None else "unknown"
 
     there = ", ".join(f"{count} {role}" for role, count in seen.workers.items())
-    return [
+    lines = [
         f"the fleet now: {there}; {shown(seen.requests_per_s, ' requests/s')} of {shown(seen.prompt, '')} + "
         f"{shown(seen.output, '')} tokens; {shown(seen.cached, ' %', 100)} of prompts cached; "
-        f"{shown(seen.acceptance, ' %', 100)} of drafts accepted; first token {shown(seen.ttft_s, ' ms', 1e3)}, "
+        f"drafts right with {shown(seen.acceptance, ' %', 100)}; first token {shown(seen.ttft_s, ' ms', 1e3)}, "
         f"then {shown(seen.tpot_s, ' ms', 1e3)}",
-        "",
     ]
+    if seen.requests_per_s is None:
+        lines.append("nothing was answered meanwhile: means are of the gateway's whole life")
+    if assumed:
+        told_ = ", ".join(f"--{name} {value:g}" for name, value in assumed.items())
+        lines.append(f"neither given nor seen, so assumed: {told_}")
+    return [*lines, ""]

@@ -43,15 +43,23 @@ class Pace:
     step_s: float
     tokens: float
     """Of one sequence in one step."""
+    share: float
+    """Of its time, what it has for such steps; in the rest it computes prompts."""
+
+    @property
+    def positions(self) -> int:
+        """Of one step."""
+        return self.sequences * (1 + self.depth)
 
     @property
     def rate(self) -> float:
         """Tokens per second of all sequences."""
-        return self.sequences * self.tokens / self.step_s
+        return self.sequences * self.tokens / self.step_s * self.share
 
     @property
     def tpot_s(self) -> float:
-        return self.step_s / self.tokens
+        """Mean time between two tokens of one sequence."""
+        return self.step_s / self.tokens / self.share
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class Costs:
         """Of a decode step with so many sequences, `positions` of each, behind `context` tokens of each."""
         plain = sequences * context * self.model.kv_bytes()
         kv = self.hardware.kv_weight(self.codec, sequences * context * self.kv_bytes, plain)
-        reading = self.hardware.read_s(self.model.active_bytes + kv)
+        reading = self.hardware.read_s(self.model.read_bytes(sequences * positions) + kv)
         if sequences * positions > 1:
             reading *= 1.0 + self.hardware.bend
         computing = self.hardware.compute_s(sequences * positions * self.model.flops(context))
@@ -79,17 +87,18 @@ class Costs:
     def chunk_tokens(self) -> int:
         """Tokens of a prefill step, a power of two: as many as make its arithmetic twice as long as reading weights."""
         size = LEAST_CHUNK
-        while size < MOST_CHUNK and self.hardware.compute_s(size * self.model.flops(0)) < 2 * self.hardware.read_s(
-            self.model.active_bytes
-        ):
+        while size < MOST_CHUNK:
+            reading = self.hardware.read_s(self.model.read_bytes(size))
+            if self.hardware.compute_s(size * self.model.flops(0)) >= 2 * reading:
+                break
             size *= 2
         return size
 
-    def prefill_rate(self, prompt: float) -> float:
-        """Prompt tokens per second of one worker, over prompts of so many tokens."""
+    def prefill_rate(self, context: float) -> float:
+        """Prompt tokens per second of one worker, behind `context` others each on average."""
         chunk = self.chunk_tokens()
-        computing = self.hardware.compute_s(chunk * self.model.flops(prompt / 2))
-        return chunk / self._both(self.hardware.read_s(self.model.active_bytes), computing)
+        computing = self.hardware.compute_s(chunk * self.model.flops(context))
+        return chunk / self._both(self.hardware.read_s(self.model.read_bytes(chunk)), computing)
 
     def _both(self, reading: float, computing: float) -> float:
         together = max(reading, computing) if self.hardware.overlaps else reading + computing
@@ -103,27 +112,33 @@ class Costs:
         """Sequences of so many tokens whose KV fits."""
         return int(min(max(self.room(), 0.0) // (tokens * self.kv_bytes), MAX_BATCH))
 
-    def pace(self, context: float, most: int, tpot_s: float, drafting: Drafting) -> Pace | None:
+    def pace(self, context: float, most: int, tpot_s: float, drafting: Drafting, share: float = 1.0) -> Pace | None:
         """The fastest for all sequences together, of at most `most`, that keeps to `tpot_s`; None: none does.
 
-        Every target that is met stays met when it is loosened, so that a looser one never makes it slower.
+        Every target that is met stays met when it is loosened, or the share of time grows, so that neither ever makes
+        it slower.
         """
         best: Pace | None = None
         for depth in depths(drafting):
             # A step's time grows less than its sequences: the most that keep to the target are also the fastest.
             fitting = bisect_right(
-                range(1, most + 1), tpot_s, key=lambda n: self.paced(n, depth, context, drafting).tpot_s
+                range(1, most + 1), tpot_s, key=lambda n: self.paced(n, depth, context, drafting, share).tpot_s
             )
             if not fitting:
                 continue
-            pace = self.paced(fitting, depth, context, drafting)
+            pace = self.paced(fitting, depth, context, drafting, share)
             if best is None or pace.rate > best.rate:
                 best = pace
         return best
 
-    def paced(self, sequences: int, depth: int, context: float, drafting: Drafting) -> Pace:
-        wait = ASK_S + depth * drafting.cost * self.step_s(1, 1, context) if depth else 0.0
-        return Pace(sequences, depth, self.step_s(sequences, 1 + depth, context) + wait, drafting.tokens(depth))
+    def paced(self, sequences: int, depth: int, context: float, drafting: Drafting, share: float = 1.0) -> Pace:
+        wait = ASK_S + self.drafts_s(sequences, depth, context, drafting) if depth else 0.0
+        step_s = self.step_s(sequences, 1 + depth, context) + wait
+        return Pace(sequences, depth, step_s, drafting.tokens(depth), share)
+
+    def drafts_s(self, sequences: int, depth: int, context: float, drafting: Drafting) -> float:
+        """Of a drafter's time, for so many drafts for each of so many sequences: it has a batch of its own."""
+        return depth * drafting.cost * self.step_s(sequences, 1, context)
 
 
 def depths(drafting: Drafting) -> range:

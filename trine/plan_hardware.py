@@ -32,6 +32,11 @@ class Hardware:
     bend: float = 0.0
     """Reading takes this share longer for more than one position: another kernel does it."""
 
+    @property
+    def number_bytes(self) -> int:
+        """Of a number as models are run there: fp32 on a CPU, 16 bits on a GPU."""
+        return 4 if self.codec_reads else 2
+
     def read_s(self, weights: float) -> float:
         return weights / (self.bandwidth * self.reads)
 
