@@ -1,7 +1,7 @@
 """How to deploy a model for a load: how many workers of which kind, which techniques, and when NATS is not enough.
 
-Pure: numbers in, numbers and sentences out (`trine/plan_advice.py`). Without drafts, more load, longer texts and
-earlier first tokens never mean fewer workers, where the targets can be met.
+Pure: numbers in, numbers and sentences out (`trine/plan_advice.py`). Without drafts, more load and earlier first
+tokens never mean fewer workers, where the targets can be met.
 """
 
 from __future__ import annotations

@@ -90,8 +90,13 @@ def test_a_decode_worker_that_computes_prompts_has_less_time_for_answers() -> No
 
 
 def test_beside_prefill_workers_a_block_of_a_prompt_is_left() -> None:
-    found = designed(Costs(LLAMA, named("l4"), "int8"), Load(2, 1500, 250, 2, 0.1), apart=True)
+    found = designed(Costs(LLAMA, named("l4"), "int8"), Load(2, 1500, 250, 2, 0.1, shared=0.5), apart=True)
     assert found.usual.share == pytest.approx(1 - 2 * 16 / found.prefill_rate / found.workers.decode)
+    # 750 tokens are fetched by both, the others computed while they are sent, and a chunk's way comes after it.
+    fetch = found.costs.kv_bytes / LINK_RATE
+    blocks = 2 * 750 * fetch + 750 / found.prefill_rate + 2 * 750 * fetch + 16 / found.prefill_rate
+    first = found.ttft_s - waiting_s(2, max(750 / found.prefill_rate, 1500 * fetch), found.workers.prefill)
+    assert blocks + found.usual.step_s / 2 < first < blocks + found.full.step_s
 
 
 def test_what_is_shared_is_a_prompts_beginning() -> None:
