@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import structlog
+
 from shared.config import Settings
 
 if sys.platform != "win32":
@@ -27,6 +29,7 @@ if sys.platform != "win32":
 
 SHARED_MEMORY = Path("/dev/shm")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
+log = structlog.get_logger()
 
 LONGEST_S = 30.0
 """A step that began longer ago is one that its process did not survive."""
@@ -43,9 +46,9 @@ class Slot(NamedTuple):
     ended: float
 
 
-def share(cores: int, others: Iterable[Slot], now: float) -> int:
-    """How many of `cores` a step takes that begins now."""
-    return max(1, cores // (1 + sum(_at_work(slot, now) for slot in others)))
+def share(cores: int, most: int, others: Iterable[Slot], now: float) -> int:
+    """How many of `cores` a step takes that begins now, of a worker that may use `most` of them."""
+    return max(1, min(most, cores // (1 + sum(_at_work(slot, now) for slot in others))))
 
 
 def _at_work(slot: Slot, now: float) -> bool:
@@ -63,16 +66,18 @@ def file_for(settings: Settings) -> Path:
     return where / f"trine-cores-{os.getuid()}"
 
 
-def available() -> int:
-    """Cores that this process may use: those that it may run on, or fewer if its container's quota or
-    OMP_NUM_THREADS says so."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    told = os.environ.get("OMP_NUM_THREADS", "")
+def there() -> int:
+    """Cores that this process may run on; others may as well."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def allowed() -> int:
+    """How many of them it may use at once, by its container's quota."""
     try:
         given = quota(QUOTA.read_text())
     except OSError:
         given = None
-    return max(1, min(cores, given or cores, int(told) if told.isdigit() else cores))
+    return min(there(), given or there())
 
 
 def quota(said: str) -> int | None:
@@ -87,15 +92,15 @@ def quota(said: str) -> int | None:
 class Cores:
     """This process's place among those that share `path`. Raises OSError where there can be none."""
 
-    def __init__(self, path: Path, cores: int) -> None:
-        self.most = cores
+    def __init__(self, path: Path, cores: int, most: int) -> None:
+        self._cores = cores
+        self.most = min(cores, most)
         """That a step has when nobody else is at work."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         try:
             _check_ours(os.fstat(self._file), path)
-            if os.fstat(self._file).st_size < SLOTS * _SLOT.size:
-                os.ftruncate(self._file, SLOTS * _SLOT.size)
+            _fill(self._file, SLOTS * _SLOT.size)
             self._own = self._place()
             self._slots = mmap.mmap(self._file, SLOTS * _SLOT.size)
         except BaseException:
@@ -108,9 +113,14 @@ class Cores:
         if settings.threads or sys.platform == "win32":
             return None
         try:
-            return cls(file_for(settings), available())
-        except OSError:
+            return cls(file_for(settings), there(), allowed())
+        except (OSError, ValueError) as error:  # ValueError: a folder without a name of its own, or a path with a NUL
+            log.warning("cores are not shared: steps of several workers may disturb each other", reason=str(error))
             return None
+
+    def at_most(self, count: int) -> None:
+        """No step has more: not all that is there helps, as with two hardware threads of one core."""
+        self.most = max(1, min(self.most, count))
 
     def _place(self) -> int:
         """A slot that no living process has: the kernel gives locks back when a process ends."""
@@ -134,12 +144,20 @@ class Cores:
         began = time.monotonic()
         self._write(began, 0.0)
         try:
-            yield share(self.most, self.others(), began)
+            yield share(self._cores, self.most, self.others(), began)
         finally:
             self._write(began, time.monotonic())
 
     def _write(self, began: float, ended: float) -> None:
         _SLOT.pack_into(self._slots, self._own * _SLOT.size, began, ended)
+
+
+def _fill(file: int, size: int) -> None:
+    """Make its pages be there: a write into a page that a full file system has not ends the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    elif (missing := size - os.fstat(file).st_size) > 0 and os.pwrite(file, bytes(missing), size - missing) < missing:
+        raise OSError("no space left for the file of cores")
 
 
 def _check_ours(status: os.stat_result, path: Path) -> None:

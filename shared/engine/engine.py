@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
@@ -87,7 +87,10 @@ class Engine:
         if threads:
             torch.set_num_threads(threads)
         progress("loading the weights", 0.0)
-        model = load(folder, layers, weights, sorted({1, cores.most}) if cores else ())
+        if cores:
+            cores.at_most(torch.get_num_threads())
+        with cores.at_work() if cores else nullcontext():
+            model = load(folder, layers, weights, sorted({1, cores.most}) if cores else ())
         progress("hashing the weights", 0.6)
         computed_in = str(model.dtype).removeprefix("torch.") + ("+w8" if weights == "int8" else "")
         engine = cls.of(
@@ -145,7 +148,7 @@ class Engine:
 
     def sibling(self, kv_codec: str, kv_blocks: int) -> Engine:
         """Another engine over these weights, with a pool of its own, for one sequence at a time. Raises ConfigError."""
-        return Engine.of(
+        made = Engine.of(
             self._model,
             fingerprint=self.info.fingerprint,
             vocabulary=self.info.vocabulary,
@@ -155,6 +158,8 @@ class Engine:
             slots=1,
             lookahead=0,
         )
+        made._cores = self._cores
+        return made
 
     def warm_up(self) -> None:
         """Do now what would make the first steps slow."""

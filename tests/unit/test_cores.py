@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import struct
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.config import Settings
-from shared.cores import GAP_S, LONGEST_S, SLOTS, Cores, Slot, available, file_for, quota, share
+from shared.cores import GAP_S, LONGEST_S, SLOTS, Cores, Slot, allowed, file_for, quota, share, there
 
 NOW = 1000.0
 IDLE, WORKING, BETWEEN = Slot(900.0, 901.0), Slot(999.0, 0.0), Slot(990.0, NOW - GAP_S / 2)
@@ -23,32 +24,35 @@ DEAD, NEVER, AHEAD = Slot(NOW - LONGEST_S - 1, 0.0), Slot(0.0, 0.0), Slot(NOW + 
 
 
 @pytest.mark.parametrize(
-    ("cores", "others", "expected"),
+    ("cores", "most", "others", "expected"),
     [
-        (2, [], 2),
-        (2, [IDLE, NEVER, DEAD, AHEAD], 2),
-        (2, [WORKING], 1),
-        (2, [BETWEEN], 1),
-        (2, [WORKING, BETWEEN, IDLE], 1),
-        (16, [WORKING], 8),
-        (16, [WORKING, WORKING], 5),
-        (1, [WORKING], 1),
+        (2, 2, [], 2),
+        (2, 2, [IDLE, NEVER, DEAD, AHEAD], 2),
+        (2, 2, [WORKING], 1),
+        (2, 2, [BETWEEN], 1),
+        (2, 2, [WORKING, BETWEEN, IDLE], 1),
+        (16, 16, [WORKING], 8),
+        (16, 16, [WORKING, WORKING], 5),
+        (1, 1, [WORKING], 1),
+        (16, 4, [], 4),
+        (16, 4, [WORKING], 4),
+        (16, 4, [WORKING] * 7, 2),
     ],
 )
-def test_what_is_left_by_those_at_work(cores: int, others: list[Slot], expected: int) -> None:
-    assert share(cores, others, NOW) == expected
+def test_what_is_left_by_those_at_work(cores: int, most: int, others: list[Slot], expected: int) -> None:
+    assert share(cores, most, others, NOW) == expected
 
 
 @given(st.integers(1, 256), st.lists(st.builds(Slot, st.floats(), st.floats()), max_size=SLOTS))
 def test_whatever_others_write_there_is_at_least_one_core_and_never_too_many(cores: int, others: list[Slot]) -> None:
-    assert 1 <= share(cores, others, NOW) <= cores
+    assert 1 <= share(cores, cores, others, NOW) <= cores
 
 
 OTHER = """
 import sys, time
 from pathlib import Path
 from shared.cores import Cores
-cores = Cores(Path(sys.argv[1]), 4)
+cores = Cores(Path(sys.argv[1]), 4, 4)
 for line in sys.stdin:
     with cores.at_work() as count:
         print(count, flush=True)
@@ -78,7 +82,7 @@ class Other:
 
 def test_processes_see_each_other_and_the_dead_are_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "cores"
-    own, other = Cores(path, 4), Other(path)
+    own, other = Cores(path, 4, 4), Other(path)
     try:
         with own.at_work() as count:
             assert count == 4
@@ -105,7 +109,7 @@ def test_processes_see_each_other_and_the_dead_are_forgotten(tmp_path: Path) -> 
 
 
 def test_a_step_that_fails_is_over(tmp_path: Path) -> None:
-    own = Cores(tmp_path / "cores", 4)
+    own = Cores(tmp_path / "cores", 4, 4)
     with pytest.raises(ValueError, match="step"), own.at_work():
         raise ValueError("step")
     began, ended = struct.unpack_from("<dd", (tmp_path / "cores").read_bytes())
@@ -121,7 +125,7 @@ def test_a_file_of_others_is_not_shared(tmp_path: Path) -> None:
     open_to_all.chmod(0o666)
     for path in (tmp_path / "link", open_to_all, tmp_path):
         with pytest.raises(OSError, match=r"."):
-            Cores(path, 2)
+            Cores(path, 2, 2)
     assert target.read_bytes() == open_to_all.read_bytes() == b""
 
 
@@ -132,20 +136,41 @@ def test_what_settings_ask_for(tmp_path: Path) -> None:
     assert Cores.of(Settings(threads=3, host_cache_dir=str(folder))) is None
     assert Cores.of(Settings(host_cache_dir=str(tmp_path / "none" / "blocks"))) is None
     assert not (tmp_path / "blocks-cores").exists()
+    assert Cores.of(Settings(host_cache_dir="/")) is None
     assert Cores.of(Settings(host_cache_dir=str(folder))) is not None
+
+
+def test_where_there_is_no_room_for_the_file_nothing_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is mapped and not there would end the process at its first step."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert Cores.of(Settings(host_cache_dir=str(tmp_path / "blocks"))) is None
+    monkeypatch.delattr(os, "posix_fallocate")
+    assert Cores.of(Settings(host_cache_dir=str(tmp_path / "blocks"))) is not None
+    assert (tmp_path / "blocks-cores").stat().st_blocks > 0
+    monkeypatch.setattr(os, "pwrite", lambda *_: 1)
+    with pytest.raises(OSError, match="no space"):
+        Cores(tmp_path / "other", 2, 2)
+
+
+def test_no_step_has_more_than_helps(tmp_path: Path) -> None:
+    own = Cores(tmp_path / "cores", 8, 6)
+    assert own.most == 6
+    own.at_most(4)
+    own.at_most(5)
+    with own.at_work() as count:
+        assert count == own.most == 4
 
 
 def test_cores_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("shared.cores.QUOTA", tmp_path / "cpu.max")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert available() == 8
+    assert allowed() == there() == 8
     (tmp_path / "cpu.max").write_text("450000 100000\n")
-    assert available() == 4
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert available() == 3
-    monkeypatch.setenv("OMP_NUM_THREADS", "0")
-    assert available() == 1
+    assert (there(), allowed()) == (8, 4)
 
 
 @pytest.mark.parametrize(

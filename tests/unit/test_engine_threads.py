@@ -26,6 +26,9 @@ class Told:
         self.counts = list(counts)
         self.over = 0
 
+    def at_most(self, count: int) -> None:
+        self.most = min(self.most, count)
+
     @contextmanager
     def at_work(self) -> Iterator[int]:
         try:
@@ -43,7 +46,7 @@ def _threads_as_before() -> Iterator[None]:
 
 def test_each_step_has_the_threads_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_models.write(tmp_path, tiny_models.ARCHITECTURES["llama"])
-    told = Told(2, 1, 3)
+    told = Told(1, 2, 1, 3)
     engine = Engine.load(folder, block_size=4, kv_blocks=4, cores=cast(Cores, told), generates=False)
     seen: list[int] = []
     run = engine._runner.run
@@ -57,4 +60,5 @@ def test_each_step_has_the_threads_that_are_left(tmp_path: Path, monkeypatch: py
     first = engine.step([span])
     engine.forward([span])
     assert engine.step([span]) == first
-    assert seen == [2, 1, 3] and told.over == 3
+    assert seen == [2, 1, 3] and told.over == 4, "loading is work too"
+    assert engine.sibling("none", 4)._cores is engine._cores
