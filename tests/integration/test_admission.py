@@ -155,7 +155,8 @@ async def test_500_at_once_on_a_fleet_that_serves_8(server: EmbeddedNats) -> Non
 
         first_step = {number: at for engine in engines for number, at in engine.first_step.items()}
         assert first_step.keys() <= burst.right | burst.gone.keys()
-        assert {n for n, at in burst.gone.items() if first_step.get(n, at) > at + 0.1} == set(), "served for nobody"
+        heard = 0.1 + 3 * slowest[0]  # a cancel takes the same way as a question to the server
+        assert {n for n, at in burst.gone.items() if first_step.get(n, at) > at + heard} == set(), "served for nobody"
         assert burst.gone.keys() - first_step.keys(), "all those that left were being served already"
 
         by, told = max(burst.late)
