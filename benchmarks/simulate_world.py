@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.simulate_cache import Hits
 from benchmarks.simulate_clock import BusRates
+from services.decode.scheduler import MIXED_ON_CPU
 from shared.cache.naming import Lineage
 from shared.messages import Identity
 from trine.bench_stats import percentile
@@ -34,7 +35,7 @@ class Shape:
     machine_bytes: int = 1 << 30
     max_running: int = 32
     step_tokens: int = 256
-    mixed_tokens: int | None = 64
+    mixed_tokens: int | None = MIXED_ON_CPU
     chunk_tokens: int = 256
     max_jobs: int = 8
     local_prefill_tokens: int = 128

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 MiB = 1 << 20
+SHARED_MEMORY = Path("/dev/shm")
 
 KvCodec = Literal["none", "int8", "fp8_e4m3", "int4"]
 Weights = Literal["native", "int8"]
@@ -109,6 +111,11 @@ class Settings(BaseSettings):
     @property
     def served_name(self) -> str:
         return self.model_name or Path(self.model).name.removesuffix(".gguf").lower()
+
+
+def shared_memory() -> Path:
+    """Where processes of this machine share files that are in memory."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def worker_name(settings: Settings, role: str) -> str:

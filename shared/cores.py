@@ -13,7 +13,6 @@ import os
 import stat
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,12 +21,11 @@ from typing import NamedTuple
 
 import structlog
 
-from shared.config import Settings
+from shared.config import Settings, shared_memory
 
 if sys.platform != "win32":
     import fcntl
 
-SHARED_MEMORY = Path("/dev/shm")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 log = structlog.get_logger()
 
@@ -62,8 +60,7 @@ def file_for(settings: Settings) -> Path:
     if settings.host_cache_dir:
         folder = Path(settings.host_cache_dir)
         return folder.with_name(f"{folder.name}-cores")
-    where = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return where / f"trine-cores-{os.getuid()}"
+    return shared_memory() / f"trine-cores-{os.getuid()}"
 
 
 def there() -> int:

@@ -22,6 +22,9 @@ from shared.engine.span import Span
 from shared.errors import ContextLengthExceeded, TrineError
 from shared.lifecycle import Phase, advance
 
+MIXED_ON_CPU = 64
+"""Of prompts, beside running answers. A chunk of 256 takes four times as long and is 20 % cheaper a token."""
+
 
 class DecodeScheduler:
     """Owns the sequences of one worker, with their blocks and slots.

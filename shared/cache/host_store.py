@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from shared.cache.frames import BlockMeta
 from shared.cache.host import HostBlocks
 from shared.cache.lane import in_thread
 from shared.cache.store import Fetched, PutReport
-from shared.config import MiB, Settings
+from shared.config import MiB, Settings, shared_memory
 from shared.messages import Identity
 
-SHARED_MEMORY = Path("/dev/shm")
 PREFIX = f"trine-{os.getuid() if hasattr(os, 'getuid') else 0}-"
 
 
@@ -23,8 +21,7 @@ def folder_for(settings: Settings) -> Path:
     """The folder that all workers on this machine with one NATS address use, and no others: each fleet has its own."""
     if settings.host_cache_dir:
         return Path(settings.host_cache_dir)
-    where = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return where / (PREFIX + hashlib.sha256(settings.nats_url.encode()).hexdigest()[:12])
+    return shared_memory() / (PREFIX + hashlib.sha256(settings.nats_url.encode()).hexdigest()[:12])
 
 
 class HostStore:
