@@ -117,6 +117,14 @@ def test_settings_are_known_and_valid(fleet: dict[str, dict[str, Any]]) -> None:
             kind(**{field: value for field, value in fields.items() if field in kind.model_fields})
 
 
+@pytest.mark.parametrize("file", ["compose.yaml", "compose.gpu.yaml"])
+def test_settings_are_text(file: str) -> None:
+    """podman-compose does not lay a text over a number: with a second file it would refuse both."""
+    for name, service in yaml.safe_load((ROOT / file).read_text())["services"].items():
+        numbers = {k: v for k, v in service.get("environment", {}).items() if not isinstance(v, str)}
+        assert not numbers, f"{name}: in quotes, please"
+
+
 def test_a_full_nats_server_stays_below_its_limits() -> None:
     """The rule of docs/operations.md, by what the streams in memory may hold."""
     streams = decode_streams(Subjects("m"), DecodeSettings())
