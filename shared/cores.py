@@ -32,7 +32,8 @@ log = structlog.get_logger()
 LONGEST_S = 30.0
 """A step that began longer ago is one that its process did not survive."""
 GAP_S = 0.05
-"""Between two steps of a worker that is at work: texts, events, drafts. Who ended one so recently takes another."""
+"""Between two steps of a worker that is at work: texts, events, drafts. Who ended one so recently takes another, unless
+it rests."""
 SLOTS = 128
 _SLOT = struct.Struct("<dd")
 
@@ -144,6 +145,10 @@ class Cores:
             yield share(self._cores, self.most, self.others(), began)
         finally:
             self._write(began, time.monotonic())
+
+    def rest(self) -> None:
+        """No other step follows soon: others need not wait and see."""
+        self._write(0.0, 0.0)
 
     def _write(self, began: float, ended: float) -> None:
         _SLOT.pack_into(self._slots, self._own * _SLOT.size, began, ended)

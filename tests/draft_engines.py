@@ -31,6 +31,9 @@ class Guessing:
     def step(self, spans: Sequence[Span]) -> list[list[int]]:
         return [sampled.tokens for sampled in self.sample(spans)]
 
+    def rest(self) -> None:
+        self._engine.rest()
+
     def read_block(self, block: int) -> memoryview:
         return self._engine.read_block(block)
 

@@ -90,6 +90,7 @@ class FakeEngine:
         self._lock = threading.Lock()
         self._codec = codec
         self.steps = 0
+        self.rested_after = -1  # steps
         self.tokens_computed = 0
         self.poison: int | None = None  # a token that makes the step raise
         self.info = ModelInfo(
@@ -162,6 +163,9 @@ class FakeEngine:
             token = (token + 1) % VOCAB if wrong else token
             out.append(token if span.masks is None else allowed(span.masks[len(out)], token))
         return out
+
+    def rest(self) -> None:
+        self.rested_after = self.steps
 
     def read_block(self, block: int) -> memoryview:
         return memoryview(self._pool[block].tobytes())

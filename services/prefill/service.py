@@ -309,6 +309,7 @@ class PrefillWorker(JobActor):
                     self.spawn(self._finish, self._running[int(task.id)])
             finishing = {t for t in finishing if not t.ended}
             if not works:
+                self._engine.rest()
                 await changed.wait()
                 continue
             await self._step(works)

@@ -88,6 +88,10 @@ class StepEngine(Protocol):
         """As `sample`, but the tokens alone."""
         ...
 
+    def rest(self) -> None:
+        """There is nothing to compute for now: others on this machine may have the cores at once."""
+        ...
+
     def read_block(self, block: int) -> memoryview:
         """The bytes of a block, read-only and zero-copy: valid until the block is written again."""
         ...

@@ -216,6 +216,11 @@ class Engine:
             torch.set_num_threads(count)
             yield
 
+    def rest(self) -> None:
+        """See `StepEngine.rest`."""
+        if self._cores:
+            self._cores.rest()
+
     def _done(self, spans: Sequence[Span], keep: Keep) -> None:
         """The step has succeeded."""
         with torch.inference_mode():

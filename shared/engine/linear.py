@@ -22,7 +22,7 @@ MKL's own packed weights took 65 ms for up to 8 rows, TF32 and bf16 need units t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -53,8 +53,7 @@ _WORTH_BOTH = 0.88
 """Single rows are most of what decodes without drafts."""
 
 Times = dict[tuple[str, int], float]
-"""Seconds of a way to multiply ("linear", "weight_first", "columns", "packed") with a number of rows; or what it takes
-beside "linear"."""
+"""Seconds of a way to multiply ("linear", "weight_first", "columns", "packed") with a number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +61,19 @@ class Choice:
     """How weights are laid out.
 
     `weight_first`: use `(W @ x.T).T` for 2 to that many rows, where they are as stored. `single_by_column`: have them
-    by column too, beside the packed ones, for single rows.
+    by column too, beside the packed ones, for single rows on one of so many threads.
     """
 
     form: Form = "stored"
     weight_first: int = 0
-    single_by_column: bool = False
+    single_by_column: frozenset[int] = frozenset()
 
 
-def choose(times: Times) -> Choice:
-    """The form that takes least time, every number of rows counting alike."""
+def choose(measured: Mapping[int, Times]) -> Choice:
+    """The form that takes least time, every number of rows and of threads counting alike."""
 
     def cost(way: Callable[[int], str]) -> float:
-        return sum(times[way(rows), rows] / times["linear", rows] for rows in _ROWS)
+        return sum(times[way(rows), rows] / times["linear", rows] for rows in _ROWS for times in measured.values())
 
     def stored(limit: int) -> float:
         return cost(lambda rows: "weight_first" if 1 < rows <= limit else "linear")
@@ -83,11 +82,15 @@ def choose(times: Times) -> Choice:
     best = min(limits, key=stored)
     costs: dict[Form, float] = {"stored": stored(best)}
     for form, dearer in _DEARER.items():
-        if (form, _ROWS[0]) in times:
+        if all((form, _ROWS[0]) in times for times in measured.values()):
             costs[form] = dearer * cost(partial(_always, form))
     chosen = min(costs, key=lambda form: costs[form])
-    single = chosen == "packed" and times["columns", 1] < _WORTH_BOTH * times["packed", 1]
-    return Choice(chosen, best if best > 1 else 0, single)
+    single = {
+        threads
+        for threads, times in measured.items()
+        if chosen == "packed" and times["columns", 1] < _WORTH_BOTH * times["packed", 1]
+    }
+    return Choice(chosen, best if best > 1 else 0, frozenset(single))
 
 
 def _always(form: Form, rows: int) -> str:
@@ -126,7 +129,7 @@ def arrange(module: Any, runs: Sequence[Run], digest: str = "", threads: Collect
     if not sample:
         return Choice()
     with torch.inference_mode():
-        choice = choose(_over(threads, sample) if threads else _measure(sample))
+        choice = choose(_over(threads or {torch.get_num_threads()}, sample))
     columns = {}
     if choice.form == "columns" or choice.single_by_column:
         columns = dict(zip(inner, by_column(digest, dict(zip(names(module, inner), inner, strict=True))), strict=True))
@@ -148,8 +151,10 @@ def _product(run: Run, choice: Choice, by_column: Tensor | None) -> Product | No
     columns = None if by_column is None else column_product(by_column, bias)
     if choice.form != "packed":
         return columns
-    packed = packed_product(run.weight(), bias)
-    return packed if columns is None else lambda x: columns(x) if len(x) == 1 else packed(x)
+    packed, single = packed_product(run.weight(), bias), choice.single_by_column
+    if columns is None:
+        return packed
+    return lambda x: columns(x) if len(x) == 1 and torch.get_num_threads() in single else packed(x)
 
 
 def column_product(weight: Tensor, bias: Tensor | None) -> Product:
@@ -197,16 +202,14 @@ def _ways(run: Run) -> dict[str, list[Product]]:
     return ways
 
 
-def _over(threads: Collection[int], runs: Sequence[Run]) -> Times:
-    """Beside "linear" with as many threads, the mean of all numbers of them."""
+def _over(threads: Collection[int], runs: Sequence[Run]) -> dict[int, Times]:
+    """By each of these numbers of threads."""
     before = torch.get_num_threads()
-    found: Times = {}
+    found = {}
     try:
         for count in threads:
             torch.set_num_threads(count)
-            times = _measure(runs)
-            for (way, rows), seconds in times.items():
-                found[way, rows] = found.get((way, rows), 0.0) + seconds / times["linear", rows] / len(threads)
+            found[count] = _measure(runs)
     finally:
         torch.set_num_threads(before)
     return found

@@ -161,6 +161,17 @@ async def test_one_prefix_wanted_by_many_is_prefilled_once() -> None:
         assert rig.engines["prefill-1"].tokens_computed == 100
 
 
+async def test_workers_without_work_leave_the_cores_to_others() -> None:
+    async with FleetRig() as rig:
+        await rig.decode()
+        await rig.prefill()
+        check(await rig.client().generate(token_ids=prompt(41), max_tokens=3), prompt(41), 3)
+        await rig.quiet()
+        for name in ("decode-1", "prefill-1"):
+            engine = rig.engines[name]
+            assert engine.rested_after == engine.steps > 0, name
+
+
 async def test_a_tiny_pool_preempts_and_everything_finishes_right() -> None:
     async with FleetRig() as rig:
         worker = await rig.decode(engine=FakeEngine(blocks=24), max_running=8)

@@ -57,6 +57,8 @@ for line in sys.stdin:
     with cores.at_work() as count:
         print(count, flush=True)
         sys.stdin.readline()
+    if line == "rest\\n":
+        cores.rest()
     print("over", flush=True)
 """
 
@@ -69,9 +71,9 @@ class Other:
             [sys.executable, "-c", OTHER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def say(self) -> str:
+    def say(self, what: str = "") -> str:
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
         return self._process.stdout.readline().strip()
 
@@ -187,3 +189,17 @@ def test_cores_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_containers_quota(said: str, cores: int | None) -> None:
     assert quota(said) == cores
+
+
+def test_who_rests_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    own, other = Cores(path, 4, 4), Other(path)
+    own.rest()
+    try:
+        for last, left in (("", 2), ("rest", 4)):
+            assert other.say(last) == "4" and other.say() == "over"
+            with own.at_work() as count:
+                assert count == left, "it may take another step at once" if not last else "it takes none"
+            own.rest()
+    finally:
+        other.kill()

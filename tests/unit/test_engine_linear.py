@@ -64,14 +64,14 @@ FORMS = [
     Choice("columns"),
     Choice("columns", 7),
     Choice("packed"),
-    Choice("packed", 7, single_by_column=True),
+    Choice("packed", 7, single_by_column=frozenset({1, 2})),
 ]
 
 
 @pytest.mark.parametrize("choice", FORMS)
 def test_every_form_computes_the_same(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_SAMPLE", 1000)
-    monkeypatch.setattr(linear, "choose", lambda times: choice)
+    monkeypatch.setattr(linear, "choose", lambda measured: choice)
     model, runs = made()
     inputs = [torch.randn(1, rows, 24) for rows in (0, 1, 2, 5, 7, 8, 33)]
     expected = [model(x) for x in inputs]
@@ -99,7 +99,7 @@ def test_layers_that_read_one_input_make_one_run() -> None:
 
 def test_a_part_is_right_whatever_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_SAMPLE", 1000)
-    monkeypatch.setattr(linear, "choose", lambda times: Choice("packed"))
+    monkeypatch.setattr(linear, "choose", lambda measured: Choice("packed"))
     model, runs = made()
     one, other = torch.randn(2, 4, 24)
     expected = {(layer, x): layer(x) for layer in (model.block.q, model.block.k) for x in (one, other)}
@@ -113,15 +113,37 @@ def test_a_part_is_right_whatever_was_asked_before(monkeypatch: pytest.MonkeyPat
 
 
 def test_choices() -> None:
-    assert choose(times(linear=1.0, weight_first=2.0, columns=1.0, packed=1.0)) == Choice()
-    assert choose(times(linear=1.0, weight_first=2.0, columns=0.5)) == Choice("columns")
-    assert choose(times(linear=1.0, weight_first=2.0, columns=0.5, packed=0.4)) == Choice("packed")
-    assert choose(times(linear=1.0, weight_first=0.5, columns=1.0)) == Choice(weight_first=16)
+    def chosen(**ways: float | dict[int, float]) -> Choice:
+        return choose({1: times(**ways)})
+
+    assert chosen(linear=1.0, weight_first=2.0, columns=1.0, packed=1.0) == Choice()
+    assert chosen(linear=1.0, weight_first=2.0, columns=0.5) == Choice("columns")
+    assert chosen(linear=1.0, weight_first=2.0, columns=0.5, packed=0.4) == Choice("packed")
+    assert chosen(linear=1.0, weight_first=0.5, columns=1.0) == Choice(weight_first=16)
     slow_at_9 = {1: 1.0, 2: 0.6, 5: 0.6, 9: 1.5, 16: 1.5}
-    assert choose(times(linear=1.0, weight_first=slow_at_9, columns=1.0)) == Choice(weight_first=8)
-    assert choose(times(linear=1.0, weight_first=slow_at_9, columns=0.6)) == Choice("columns", 8)
-    fast_single = {1: 0.3, 2: 0.9, 5: 0.9, 9: 0.9, 16: 0.9}
-    assert choose(times(linear=1.0, weight_first=2.0, columns=fast_single, packed=0.5)) == Choice("packed", 0, True)
+    assert chosen(linear=1.0, weight_first=slow_at_9, columns=1.0) == Choice(weight_first=8)
+    assert chosen(linear=1.0, weight_first=slow_at_9, columns=0.6) == Choice("columns", 8)
+
+
+def test_single_rows_go_by_column_where_that_is_faster() -> None:
+    """A product by column of one row has one thread, however many there are."""
+    alone = times(linear=1.0, weight_first=2.0, columns={1: 0.3, 2: 0.9, 5: 0.9, 9: 0.9, 16: 0.9}, packed=0.5)
+    beside = times(linear=1.0, weight_first=2.0, columns=0.9, packed=0.4)
+    assert choose({1: alone}) == Choice("packed", 0, frozenset({1}))
+    assert choose({1: alone, 2: beside}) == Choice("packed", 0, frozenset({1}))
+    assert choose({2: beside}) == Choice("packed")
+
+
+def test_products_follow_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "column_product", lambda weight, bias: lambda x: "by column")
+    monkeypatch.setattr(linear, "packed_product", lambda weight, bias: lambda x: "packed")
+    product = linear._product(Run((nn.Linear(3, 4),)), Choice("packed", 0, frozenset({1})), torch.ones(4, 3))
+    assert product is not None
+    said = {}
+    for count in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        said[count] = [product(torch.ones(rows, 3)) for rows in (1, 2)]
+    assert said == {1: ["by column", "packed"], 2: ["packed", "packed"]}
 
 
 def test_small_models_are_left_alone() -> None:
@@ -132,10 +154,13 @@ def test_small_models_are_left_alone() -> None:
 
 def test_measuring_covers_every_way() -> None:
     _, runs = made()
+    before = torch.get_num_threads()
     with torch.inference_mode():
-        found = linear._measure(runs)
-    assert {way for way, _ in found} >= {"linear", "weight_first", "columns"}
-    assert all(seconds >= 0 for seconds in found.values())
+        measured = linear._over([1, 2], runs)
+    assert set(measured) == {1, 2} and torch.get_num_threads() == before
+    for found in measured.values():
+        assert {way for way, _ in found} >= {"linear", "weight_first", "columns"}
+        assert all(seconds >= 0 for seconds in found.values())
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox", "gpt_oss-sinks", "deepseek_v3", "stablelm"])
@@ -149,6 +174,6 @@ def test_models_stay_exact(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
     expected = logits(Engine.load(folder, block_size=8, kv_blocks=8))
     monkeypatch.setattr(linear, "_SAMPLE", 1)
-    monkeypatch.setattr(linear, "choose", lambda times: Choice("packed", 0, single_by_column=True))
+    monkeypatch.setattr(linear, "choose", lambda measured: Choice("packed", 0, frozenset({torch.get_num_threads()})))
     monkeypatch.setenv("TRINE_CACHE_DIR", str(tmp_path / "cache"))
     torch.testing.assert_close(logits(Engine.load(folder, block_size=8, kv_blocks=8)), expected, rtol=0, atol=1e-4)

@@ -24,10 +24,13 @@ class Told:
 
     def __init__(self, *counts: int) -> None:
         self.counts = list(counts)
-        self.over = 0
+        self.over = self.rests = 0
 
     def at_most(self, count: int) -> None:
         self.most = min(self.most, count)
+
+    def rest(self) -> None:
+        self.rests += 1
 
     @contextmanager
     def at_work(self) -> Iterator[int]:
@@ -61,4 +64,6 @@ def test_each_step_has_the_threads_that_are_left(tmp_path: Path, monkeypatch: py
     engine.forward([span])
     assert engine.step([span]) == first
     assert seen == [2, 1, 3] and told.over == 4, "loading is work too"
+    engine.rest()
+    assert told.rests == 1
     assert engine.sibling("none", 4)._cores is engine._cores

@@ -8,7 +8,7 @@ import sys
 
 from shared.engine.threads import openmp
 
-SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
+SPIN = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 
 
 def test_threads_sleep_while_they_wait() -> None:
