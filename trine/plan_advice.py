@@ -148,7 +148,7 @@ def _speculation(found: Plan) -> Advice:
 def _prefill_workers(found: Plan) -> Advice:
     load, designs = found.load, by_roles(found.costs, found.load)
     together = designs[0]
-    size = min(together.chunk, math.ceil(load.computed))
+    size = min(together.mixed, math.ceil(load.computed))
     chunk_s = size / together.prefill_rate
     pause_s = together.usual.step_s + chunk_s
     lines = [
@@ -170,7 +170,7 @@ def _prefill_workers(found: Plan) -> Advice:
         if pause_s > load.tpot_s and not designs[1].problems:
             lines.append(
                 f"Single tokens come later than the {load.tpot_s * 1e3:g} ms that are kept to on average. Where that "
-                "matters have prefill workers, or a smaller TRINE_STEP_TOKENS at the price of later first tokens."
+                "matters have prefill workers, or a smaller TRINE_MIXED_TOKENS at the price of later first tokens."
             )
     return Advice("prefill workers", found.workers.prefill > 0, tuple(lines))
 

@@ -21,6 +21,8 @@ LOCAL_TOKENS = 128
 """`TRINE_LOCAL_PREFILL_TOKENS`: where no more of a prompt are missing, no prefill worker is asked."""
 STEP_TOKENS = 256
 """`TRINE_STEP_TOKENS`, unless set."""
+MIXED_ON_CPU = 64
+"""`TRINE_MIXED_TOKENS` on a CPU, unless set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,13 @@ class Plan:
 
     @property
     def chunk(self) -> int:
-        """Of a prompt, tokens that a decode worker computes in one step beside its answers."""
+        """Of a prompt, tokens that a decode worker computes in one step."""
         return chunk(self.full, self.usual)
+
+    @property
+    def mixed(self) -> int:
+        """Of them, as many as answers wait for that go on in the same step."""
+        return min(self.chunk, MIXED_ON_CPU) if self.costs.hardware.on_cpu else self.chunk
 
 
 def step_tokens(full: Pace, usual: Pace) -> int:

@@ -33,9 +33,13 @@ class Hardware:
     """Reading takes this share longer for more than one position: another kernel does it."""
 
     @property
+    def on_cpu(self) -> bool:
+        return bool(self.codec_reads)
+
+    @property
     def number_bytes(self) -> int:
         """Of a number as models are run there: fp32 on a CPU, 16 bits on a GPU."""
-        return 4 if self.codec_reads else 2
+        return 4 if self.on_cpu else 2
 
     def read_s(self, weights: float) -> float:
         return weights / (self.bandwidth * self.reads)

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.decode import scheduler
+from services.decode.config import DecodeSettings
 from shared.errors import InvalidField
 from trine.forecast import WORTH
 from trine.plan import by_roles, plan
@@ -17,7 +19,7 @@ from trine.plan_advice import Advice, advice
 from trine.plan_bus import LINK_RATE, traffic
 from trine.plan_cost import Costs, Drafting
 from trine.plan_decode import BUSY, MOST_WORKERS
-from trine.plan_design import Plan, designed, waiting_s
+from trine.plan_design import LOCAL_TOKENS, MIXED_ON_CPU, STEP_TOKENS, Plan, designed, waiting_s
 from trine.plan_hardware import given as machine
 from trine.plan_hardware import named
 from trine.plan_load import Load
@@ -87,6 +89,18 @@ def test_a_decode_worker_that_computes_prompts_has_less_time_for_answers() -> No
     service = 1000 / shared.prefill_rate + math.ceil(1000 / shared.chunk) * shared.usual.step_s
     fetching = 1000 * found.costs.kv_bytes / LINK_RATE
     assert shared.ttft_s == pytest.approx(fetching + service + waiting_s(3 / shared.workers.decode, service, 1))
+
+
+def test_beside_running_answers_a_cpu_computes_few_tokens_of_a_prompt() -> None:
+    settings = DecodeSettings()
+    assert (settings.step_tokens, settings.local_prefill_tokens) == (STEP_TOKENS, LOCAL_TOKENS)
+    assert MIXED_ON_CPU == scheduler.MIXED_ON_CPU and settings.mixed_tokens == 0
+    load = Load(0.02, 1500, 250, 30, 0.5)
+    core, gpu = plan(SMOL, CORE, load), plan(LLAMA, named("h100"), load)
+    assert core.mixed == MIXED_ON_CPU < core.chunk and gpu.mixed == gpu.chunk
+    alone, step = by_roles(core.costs, load)[0], MIXED_ON_CPU / core.prefill_rate
+    pause = f"pause for {(alone.usual.step_s + step) * 1e3:,.0f} ms"
+    assert pause in by_name(core)["prefill workers"].why[0]
 
 
 def test_beside_prefill_workers_a_block_of_a_prompt_is_left() -> None:
