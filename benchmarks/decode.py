@@ -53,7 +53,7 @@ def machine(threads: int) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "openmp": {name: os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")},
+        "openmp": {name: os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")},
     }
 
 

@@ -133,11 +133,12 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [machine.line(result["machine"]), ""]
     lines += [f"{name} {version}, {variant}: {settings}" for name, variant, version, settings in result["servers"]]
     lines += [f"{name}: left out: {why}" for name, why in result["left_out"].items()]
-    lines += ["", f"{'':<40}{'p99 ms':>10}{'p50 ms':>10}{'tokens/s':>10}{'answered':>12}"]
+    lines += ["", f"{'':<40}{'p99 ms':>10}{'longest':>10}{'p50 ms':>10}{'tokens/s':>10}{'answered':>12}"]
     for name, row in result["rows"].items():
         answered = f"{row['prompts_answered']:g} of {row['prompts']:g}"
         lines.append(
-            f"{name:<40}{row['itl_p99_ms']:>10,.0f}{row['itl_p50_ms']:>10,.0f}{row['tokens_per_s']:>10.1f}{answered:>12}"
+            f"{name:<40}{row['itl_p99_ms']:>10,.0f}{row['itl_max_ms']:>10,.0f}{row['itl_p50_ms']:>10,.0f}"
+            f"{row['tokens_per_s']:>10.1f}{answered:>12}"
         )
     lines += ["", *(f"best peer, {name}: {best}" for name, best in result["best_peers"].items())]
     for name, bar in result["bars"].items():

@@ -196,13 +196,15 @@ def interference(result: Result) -> list[str]:
             name,
             r["itl_p99_ms"],
             f"{shown(r['itl_p99_lowest_ms'])} to {shown(r['itl_p99_highest_ms'])}",
+            r["itl_max_ms"],
             r["itl_p50_ms"],
             r["tokens_per_s"],
             f"{r['prompts_answered']:g} of {r['prompts']:g}",
         )
         for name, r in result["rows"].items()
     ]
-    header = ("", "p99, ms", f"of {result['rounds']} rounds", "p50, ms", "tokens/s", "prompts answered in time")
+    rounds = f"of {result['rounds']} rounds"
+    header = ("", "p99, ms", rounds, "longest, ms", "p50, ms", "tokens/s", "prompts answered in time")
     lines = table(header, rows)
     best = [f"Best peer, {name.replace('_', ' ')}: {peer}." for name, peer in result["best_peers"].items()]
     return [*lines, "", *best, *_left_out(result["left_out"])]

@@ -2,8 +2,8 @@
 
 A worker that is alone at work is as fast as the machine; two at work at once have half of it each, as threads that
 outnumber the cores wait for one another. Which workers are at work changes from step to step, so each of them tells it
-in a file that they share, before and after each step, and looks there how many others there are. Nothing rests on it
-but speed: whoever does not share the file, or writes nonsense into it, makes steps slower.
+in a file that they share, before and after each step and when no other follows, and looks there how many others there
+are. Nothing rests on it but speed: whoever does not share the file, or writes nonsense into it, makes steps slower.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -36,6 +37,7 @@ EXIT_CONFIG = 2  # a restart cannot help; the supervisor gives up on it
 
 Connect = Callable[[str], Awaitable[Bus]]
 S = TypeVar("S", bound=Settings)
+T = TypeVar("T")
 Make = Callable[[S, str, Connect], Awaitable[Actor]]
 
 
@@ -116,6 +118,20 @@ def model_folder(model: str) -> Path:
     from shared.engine.weights import resolve
 
     return resolve(model)
+
+
+async def in_passing_thread(work: Callable[[], T]) -> T:
+    """What `work`, a blocking call, returns, in a thread that ends with it. What loads a model goes here.
+
+    OpenMP keeps a team for each thread that has called torch, as long as it lives, and once there are more threads than
+    cores none of them turns while it waits: see `shared.engine.threads`.
+    """
+
+    def run() -> T:
+        with ThreadPoolExecutor(1, thread_name_prefix="passing") as pool:
+            return pool.submit(work).result()
+
+    return await anyio.to_thread.run_sync(run)
 
 
 def load_engine(

@@ -90,7 +90,7 @@ class FakeEngine:
         self._lock = threading.Lock()
         self._codec = codec
         self.steps = 0
-        self.rested_after = -1  # steps
+        self.rested_after: list[int] = []  # so many steps
         self.tokens_computed = 0
         self.poison: int | None = None  # a token that makes the step raise
         self.info = ModelInfo(
@@ -165,7 +165,7 @@ class FakeEngine:
         return out
 
     def rest(self) -> None:
-        self.rested_after = self.steps
+        self.rested_after.append(self.steps)
 
     def read_block(self, block: int) -> memoryview:
         return memoryview(self._pool[block].tobytes())

@@ -11,13 +11,13 @@ from services.decode.publics import PublicPrefixes
 from services.decode.service import DecodeWorker
 from shared.sampling.grammars import Grammars
 from shared.tokenizer import Tokenizer
-from shared.worker import Connect, load_engine, main, model_folder
+from shared.worker import Connect, in_passing_thread, load_engine, main, model_folder
 
 
 async def make(settings: DecodeSettings, worker: str, connect: Connect) -> DecodeWorker:
     folder = await anyio.to_thread.run_sync(model_folder, settings.model)
     load = partial(load_engine, settings, folder, slots=settings.max_running, lookahead=settings.draft_depth)
-    engine = await anyio.to_thread.run_sync(load)
+    engine = await in_passing_thread(load)
     tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
     find = partial(PublicPrefixes.load, settings.public_prefixes, engine.identity, tokenizer, engine.info)
     publics = await anyio.to_thread.run_sync(find)

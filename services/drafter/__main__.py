@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -17,7 +18,7 @@ from shared.engine.fingerprint import vocabulary_digest
 from shared.errors import ConfigError
 from shared.tokenizer import Tokenizer
 from shared.vocabulary import Comparison, Vocabulary
-from shared.worker import Connect, load_draft_engine, load_draft_head, main, model_folder
+from shared.worker import Connect, in_passing_thread, load_draft_engine, load_draft_head, main, model_folder
 
 
 def build_source(settings: DrafterSettings, target: Path, vocabulary: str) -> Stepping | None:
@@ -58,7 +59,7 @@ async def make(settings: DrafterSettings, worker: str, connect: Connect) -> Draf
     folder = await anyio.to_thread.run_sync(model_folder, settings.model)
     tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
     vocabulary = await anyio.to_thread.run_sync(vocabulary_digest, folder)
-    model = await anyio.to_thread.run_sync(build_source, settings, folder, vocabulary)
+    model = await in_passing_thread(partial(build_source, settings, folder, vocabulary))
     return DrafterWorker(
         settings,
         await connect("control"),

@@ -309,7 +309,8 @@ class PrefillWorker(JobActor):
                     self.spawn(self._finish, self._running[int(task.id)])
             finishing = {t for t in finishing if not t.ended}
             if not works:
-                self._engine.rest()
+                if all(running.task in finishing for running in self._running.values()):  # none is being loaded
+                    self._engine.rest()
                 await changed.wait()
                 continue
             await self._step(works)

@@ -50,7 +50,7 @@ _DEARER: dict[Form, float] = {"columns": 1.03, "packed": 1.05}
 packed ones are a private copy of each process."""
 
 _WORTH_BOTH = 0.88
-"""Single rows are most of what decodes without drafts."""
+"""Single rows are most of what decodes without drafts. Not for less: the weights are then there twice."""
 
 Times = dict[tuple[str, int], float]
 """Seconds of a way to multiply ("linear", "weight_first", "columns", "packed") with a number of rows."""
@@ -61,12 +61,13 @@ class Choice:
     """How weights are laid out.
 
     `weight_first`: use `(W @ x.T).T` for 2 to that many rows, where they are as stored. `single_by_column`: have them
-    by column too, beside the packed ones, for single rows on one of so many threads.
+    by column too, beside the packed ones, for single rows in steps of one thread. A product by column of one row has
+    one thread however many there are, and a packed one has all.
     """
 
     form: Form = "stored"
     weight_first: int = 0
-    single_by_column: frozenset[int] = frozenset()
+    single_by_column: bool = False
 
 
 def choose(measured: Mapping[int, Times]) -> Choice:
@@ -85,12 +86,9 @@ def choose(measured: Mapping[int, Times]) -> Choice:
         if all((form, _ROWS[0]) in times for times in measured.values()):
             costs[form] = dearer * cost(partial(_always, form))
     chosen = min(costs, key=lambda form: costs[form])
-    single = {
-        threads
-        for threads, times in measured.items()
-        if chosen == "packed" and times["columns", 1] < _WORTH_BOTH * times["packed", 1]
-    }
-    return Choice(chosen, best if best > 1 else 0, frozenset(single))
+    alone = measured.get(1)
+    single = chosen == "packed" and alone is not None and alone["columns", 1] < _WORTH_BOTH * alone["packed", 1]
+    return Choice(chosen, best if best > 1 else 0, single)
 
 
 def _always(form: Form, rows: int) -> str:
@@ -151,10 +149,10 @@ def _product(run: Run, choice: Choice, by_column: Tensor | None) -> Product | No
     columns = None if by_column is None else column_product(by_column, bias)
     if choice.form != "packed":
         return columns
-    packed, single = packed_product(run.weight(), bias), choice.single_by_column
+    packed = packed_product(run.weight(), bias)
     if columns is None:
         return packed
-    return lambda x: columns(x) if len(x) == 1 and torch.get_num_threads() in single else packed(x)
+    return lambda x: columns(x) if len(x) == 1 and torch.get_num_threads() == 1 else packed(x)
 
 
 def column_product(weight: Tensor, bias: Tensor | None) -> Product:

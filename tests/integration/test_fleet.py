@@ -162,14 +162,18 @@ async def test_one_prefix_wanted_by_many_is_prefilled_once() -> None:
 
 
 async def test_workers_without_work_leave_the_cores_to_others() -> None:
+    """And not between two steps of one answer, or of one prompt."""
     async with FleetRig() as rig:
         await rig.decode()
-        await rig.prefill()
-        check(await rig.client().generate(token_ids=prompt(41), max_tokens=3), prompt(41), 3)
+        worker = await rig.prefill(chunk_tokens=8)
+        check(await rig.client().generate(token_ids=prompt(41), max_tokens=9), prompt(41), 9)
         await rig.quiet()
-        for name in ("decode-1", "prefill-1"):
+        while worker.load().running:
+            await asyncio.sleep(0.01)
+        for name, steps in (("decode-1", 9), ("prefill-1", 5)):
             engine = rig.engines[name]
-            assert engine.rested_after == engine.steps > 0, name
+            assert engine.steps >= steps, name
+            assert set(engine.rested_after) == {0, engine.steps}, f"{name} is at work in between"
 
 
 async def test_a_tiny_pool_preempts_and_everything_finishes_right() -> None:

@@ -64,12 +64,13 @@ FORMS = [
     Choice("columns"),
     Choice("columns", 7),
     Choice("packed"),
-    Choice("packed", 7, single_by_column=frozenset({1, 2})),
+    Choice("packed", 7, single_by_column=True),
 ]
 
 
 @pytest.mark.parametrize("choice", FORMS)
 def test_every_form_computes_the_same(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(linear, "_SAMPLE", 1000)
     monkeypatch.setattr(linear, "choose", lambda measured: choice)
     model, runs = made()
@@ -125,19 +126,26 @@ def test_choices() -> None:
     assert chosen(linear=1.0, weight_first=slow_at_9, columns=0.6) == Choice("columns", 8)
 
 
-def test_single_rows_go_by_column_where_that_is_faster() -> None:
-    """A product by column of one row has one thread, however many there are."""
-    alone = times(linear=1.0, weight_first=2.0, columns={1: 0.3, 2: 0.9, 5: 0.9, 9: 0.9, 16: 0.9}, packed=0.5)
-    beside = times(linear=1.0, weight_first=2.0, columns=0.9, packed=0.4)
-    assert choose({1: alone}) == Choice("packed", 0, frozenset({1}))
-    assert choose({1: alone, 2: beside}) == Choice("packed", 0, frozenset({1}))
-    assert choose({2: beside}) == Choice("packed")
+def test_all_numbers_of_threads_count_alike() -> None:
+    """By column it is faster with one thread, packed with two; what both take together decides."""
+    one, two = times(linear=1.0, weight_first=2.0, columns=0.6, packed=0.8), {"linear": 1.0, "weight_first": 2.0}
+    assert choose({1: one}).form == "columns"
+    assert choose({1: one, 2: times(**two, columns=0.9, packed=0.5)}) == Choice("packed", 0, True)
+    assert choose({1: one, 2: times(**two, columns=0.6, packed=0.5)}).form == "columns"
+
+
+def test_single_rows_go_by_column_where_that_is_faster_with_one_thread() -> None:
+    fast_single = {1: 0.3, 2: 0.9, 5: 0.9, 9: 0.9, 16: 0.9}
+    alone = times(linear=1.0, weight_first=2.0, columns=fast_single, packed=0.5)
+    assert choose({1: alone}) == choose({1: alone, 2: times(linear=1.0, weight_first=2.0, columns=0.9, packed=0.4)})
+    assert choose({1: alone}) == Choice("packed", 0, True)
+    assert choose({2: alone}) == Choice("packed"), "what is never done with one thread needs no second copy"
 
 
 def test_products_follow_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "column_product", lambda weight, bias: lambda x: "by column")
     monkeypatch.setattr(linear, "packed_product", lambda weight, bias: lambda x: "packed")
-    product = linear._product(Run((nn.Linear(3, 4),)), Choice("packed", 0, frozenset({1})), torch.ones(4, 3))
+    product = linear._product(Run((nn.Linear(3, 4),)), Choice("packed", 0, True), torch.ones(4, 3))
     assert product is not None
     said = {}
     for count in (1, 2):
@@ -174,6 +182,6 @@ def test_models_stay_exact(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
     expected = logits(Engine.load(folder, block_size=8, kv_blocks=8))
     monkeypatch.setattr(linear, "_SAMPLE", 1)
-    monkeypatch.setattr(linear, "choose", lambda measured: Choice("packed", 0, frozenset({torch.get_num_threads()})))
+    monkeypatch.setattr(linear, "choose", lambda measured: Choice("packed", 0, single_by_column=True))
     monkeypatch.setenv("TRINE_CACHE_DIR", str(tmp_path / "cache"))
     torch.testing.assert_close(logits(Engine.load(folder, block_size=8, kv_blocks=8)), expected, rtol=0, atol=1e-4)
