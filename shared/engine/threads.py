@@ -16,7 +16,7 @@ OMP_WAIT_POLICY=PASSIVE is about the same as 0.
 That number counts only while a process has no more OpenMP threads than there are cores; beyond that it is 100, or
 1,000 under the policy ACTIVE. Each thread that calls torch brings a team of its own, which stays as long as the thread
 does. So models are loaded in threads that end (`shared.worker.in_passing_thread`), and the policy is ACTIVE for what is
-left: with the loading thread alive, four sequences took 57 ms, 46 under ACTIVE, and 44 with no team but that of the steps.
+left: with the loading thread alive four sequences took 57 ms, 46 under ACTIVE, and 44 with the team of the steps alone.
 """
 
 from __future__ import annotations

@@ -23,13 +23,8 @@ def test_threads_turn_for_a_while_and_then_sleep() -> None:
 
 def test_what_somebody_chose_stays() -> None:
     assert openmp(2, {"OMP_NUM_THREADS": "1"}) == SPIN
-    for chosen in (
-        {"OMP_WAIT_POLICY": "ACTIVE"},
-        {"GOMP_SPINCOUNT": "9"},
-        {"KMP_BLOCKTIME": "200"},
-        {"KMP_LIBRARY": "serial"},
-    ):
-        assert openmp(2, chosen) == {"OMP_NUM_THREADS": "2"}
+    for chosen in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"):
+        assert openmp(2, {chosen: "as somebody likes"}) == {"OMP_NUM_THREADS": "2"}
 
 
 def test_workers_import_torch_only_after_it_is_said() -> None:
@@ -41,6 +36,7 @@ def test_workers_import_torch_only_after_it_is_said() -> None:
     assert subprocess.run([sys.executable, "-c", check], env=dict(os.environ), timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.anyio
 async def test_what_loads_a_model_leaves_no_thread_behind() -> None:
     """Its OpenMP team would be counted as long as it lives."""
     loader = await in_passing_thread(threading.current_thread)
