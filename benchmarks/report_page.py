@@ -135,11 +135,14 @@ def _peers(result: Result) -> str:
 
 def _interference(result: Result) -> str:
     found = []
-    for name, bar in result["bars"].items():
-        if name.startswith("p99_ratio_"):
-            rate = result["bars"][name.replace("p99", "rate")]["value"]
-            every = name.removeprefix("p99_ratio_").replace("_", " ")
-            found.append(f"{every}: {bar['value']:.2f} of the best peer's p99, at {rate:.2f} of its tokens")
+    for name, peer in result["best_peers"].items():
+        every = name.replace("_", " ")
+        p99, rate = (result["bars"][f"{what}_ratio_{name}"]["value"] for what in ("p99", "rate"))
+        own, other = (result["rows"][row]["itl_max_ms"] for row in (f"Trine (tuned), {every}", peer))
+        found.append(
+            f"{every}, beside {peer.rpartition(',')[0]}: {p99:.2f} of its p99, at {rate:.2f} of its tokens, the "
+            f"longest pause {shown(own)} ms where its was {shown(other)}"
+        )
     return "; ".join(found) or "no peer was installed"
 
 
