@@ -120,8 +120,8 @@ def model_folder(model: str) -> Path:
     return resolve(model)
 
 
-async def in_passing_thread(work: Callable[[], T]) -> T:
-    """What `work`, a blocking call, returns, in a thread that ends with it. What loads a model goes here.
+async def in_passing_thread(function: Callable[..., T], *args: object) -> T:
+    """What `function`, a blocking one, returns, in a thread that ends with it. What loads a model goes here.
 
     OpenMP keeps a team for each thread that has called torch, as long as it lives, and once there are more threads than
     cores none of them turns while it waits: see `shared.engine.threads`.
@@ -129,7 +129,7 @@ async def in_passing_thread(work: Callable[[], T]) -> T:
 
     def run() -> T:
         with ThreadPoolExecutor(1, thread_name_prefix="passing") as pool:
-            return pool.submit(work).result()
+            return pool.submit(function, *args).result()
 
     return await anyio.to_thread.run_sync(run)
 

@@ -283,7 +283,7 @@ class DecodeWorker(JobActor):
             self._admission.admit()
             works = self.scheduler.plan(hidden=self._drafting.reads_hidden())
             if not works:
-                self._stepper.rest()
+                self._engine.rest()
                 self._work = anyio.Event()
                 await self._work.wait()
                 continue

@@ -68,10 +68,6 @@ class Steps:
             self._timed(len(works), len(works) + sum(w.drafts for w in works), time.perf_counter() - started)
         return self._complete(works, done.sampled, done.refused)
 
-    def rest(self) -> None:
-        """There is no step to take for now."""
-        self._engine.rest()
-
     async def _step(self, works: list[Work]) -> Stepped:
         try:
             done: Stepped = await self._in_engine(self._spent.run, sample_within, works, self._sample)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -59,7 +58,7 @@ async def make(settings: DrafterSettings, worker: str, connect: Connect) -> Draf
     folder = await anyio.to_thread.run_sync(model_folder, settings.model)
     tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, folder)
     vocabulary = await anyio.to_thread.run_sync(vocabulary_digest, folder)
-    model = await in_passing_thread(partial(build_source, settings, folder, vocabulary))
+    model = await in_passing_thread(build_source, settings, folder, vocabulary)
     return DrafterWorker(
         settings,
         await connect("control"),

@@ -13,6 +13,7 @@ from shared.codec import decode_event, encode
 from shared.errors import TrineError
 from shared.messages import Beat, Draft, Drafts, Failed, Finished, Tokens
 from shared.subjects import Subjects
+from tests.cache_rig import eventually
 from tests.fake_engine import FakeEngine, completion
 from tests.fleet_rig import MODEL, FleetRig
 from trine.completion import Completion
@@ -168,8 +169,7 @@ async def test_workers_without_work_leave_the_cores_to_others() -> None:
         worker = await rig.prefill(chunk_tokens=8)
         check(await rig.client().generate(token_ids=prompt(41), max_tokens=9), prompt(41), 9)
         await rig.quiet()
-        while worker.load().running:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not worker.load().running)
         for name, steps in (("decode-1", 9), ("prefill-1", 5)):
             engine = rig.engines[name]
             assert engine.steps >= steps, name
