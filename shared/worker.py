@@ -25,6 +25,7 @@ from shared.cores import Cores
 from shared.engine.base import StepEngine
 from shared.engine.threads import openmp
 from shared.errors import ConfigError, ModelError
+from shared.heap import keep_what_is_loaded
 
 if TYPE_CHECKING:
     from shared.engine.draft_head import DraftHead
@@ -85,6 +86,7 @@ async def _live(role: Role, settings: S, worker: str, make: Make[S]) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(_stop_on_signals, actors, group.cancel_scope)
             actors.append(await make(settings, worker, connect))
+            keep_what_is_loaded()
             await actors[0].run()
             group.cancel_scope.cancel()
     finally:

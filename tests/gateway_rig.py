@@ -57,6 +57,16 @@ class GatewayRig:
         _, writer = await self.raw(head.encode() + data)
         return writer
 
+    async def hears(self, fleet: FleetRig) -> None:
+        """Until each worker has told of all that it did before this call: its second beat from now was made since then."""
+        for _ in range(2):
+            before = self._heard()
+            await eventually(lambda: all(self._heard().get(n, 0.0) > before.get(n, 0.0) for n in fleet.workers))
+
+    def _heard(self) -> dict[str, float]:
+        models = self.gateway.fleet.roster.models.values()
+        return {worker: heard.at for model in models for (_, worker), heard in model.workers.items()}
+
     @property
     def running_answers(self) -> int:
         return self.gateway.admission.running

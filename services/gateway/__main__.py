@@ -12,6 +12,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.server import GatewayServer
 from shared import telemetry, tracing
 from shared.errors import ConfigError
+from shared.heap import keep_what_is_loaded
 
 TRACES_S = 2.0
 """How long the last traces may take to be sent."""
@@ -35,7 +36,9 @@ def main() -> None:
     except ConfigError as error:
         log.error("cannot start", reason=error.message)
         sys.exit(EXIT_CONFIG)
-    GatewayServer(gateway).run()
+    server = GatewayServer(gateway)
+    keep_what_is_loaded()
+    server.run()
     tracing.tracer().close(TRACES_S)
     sys.exit(EXIT_CONFIG if gateway.failure else 0)
 

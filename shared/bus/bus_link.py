@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from shared.bus.base import Bus
+from shared.bus.base import Bus, Stored
 from shared.bus.block_link import WINDOW_COUNT, Item, Receive
 from shared.errors import BusDisconnected, FrameError, TrineError
 
@@ -56,8 +56,7 @@ class BusLink:
             return [error] * len(items)
 
     def get(self, stream: str, subjects: Sequence[str], receive: Receive, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        found = self._wait(lambda: asyncio.wait_for(self._bus.get_many(stream, subjects, timeout=left), left), deadline)
+        found = self._wait(lambda: self._get(stream, subjects, deadline), deadline)
         for message in sorted(found.values(), key=lambda message: message.seq):
             with suppress(FrameError):
                 receive(message.subject, message.seq, len(message.data), BytesReader(message.data))
@@ -66,6 +65,12 @@ class BusLink:
         self._closed = True
         if (waiting := self._waiting) is not None:
             waiting.cancel()
+
+    async def _get(self, stream: str, subjects: Sequence[str], deadline: float) -> dict[str, Stored]:
+        # Not `wait_for`: up to Python 3.11 it hides a cancellation behind an error that nobody asks for any more.
+        left = deadline - time.monotonic()
+        async with asyncio.timeout(left):
+            return await self._bus.get_many(stream, subjects, timeout=left)
 
     async def _put(self, items: Sequence[Item], deadline: float) -> list[int | TrineError]:
         window = asyncio.Semaphore(WINDOW_COUNT)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -14,6 +16,7 @@ from shared.bus.base import Bus, StreamSpec
 from shared.bus.block_link import BlockLink, Item, Reader
 from shared.bus.bulk_stream import StreamLink
 from shared.bus.bus_link import BusLink
+from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.errors import (
     BusDisconnected,
     BusError,
@@ -225,3 +228,28 @@ async def test_a_closed_link_stays_closed(rig: Rig) -> None:
     assert isinstance(answer, BusDisconnected)
     with pytest.raises(BusError):
         await rig.get(["a"])
+
+
+async def test_a_link_that_is_closed_while_it_waits_leaves_no_error_behind() -> None:
+    """The bus is closed at the same moment, so what the link waited for ends with an error that nobody asks for."""
+    left: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: left.append(context))
+    try:
+        for turns in range(6):
+            bus = MemoryBus(MemoryBroker())
+            link = BusLink(cast("Bus", bus), loop)
+            asked = asyncio.create_task(asyncio.to_thread(link.get, "none", ["a"], print, time.monotonic() + 5))
+            while link._waiting is None:
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await bus.close()
+            link.close()
+            with pytest.raises((BusDisconnected, StreamMissing)):
+                await asked
+        gc.collect()
+        await asyncio.sleep(0)
+    finally:
+        loop.set_exception_handler(None)
+    assert left == []

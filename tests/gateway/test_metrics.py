@@ -63,6 +63,7 @@ async def told(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
                 return queue in text and "rejected_total{" in text and "finished_total{" in text
 
             await eventually(complete)
+            await rig.hears(fleet)
             yield fleet, rig, samples((await rig.http.get("/metrics")).text)
 
 

@@ -73,6 +73,7 @@ async def test_over_http() -> None:
         async with gateway_on(fleet, api_keys="default:0123456789abcdef") as rig:
             assert (await rig.http.get("/fleet")).status_code == 401
             assert (await rig.http.post("/v1/completions", json=body, headers=head)).status_code == 200
+            await rig.hears(fleet)
             told = (await rig.http.get("/fleet", headers=head)).json()
             await fleet.kill("decode-1")
             await fleet.decode("decode-2")
