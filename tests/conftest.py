@@ -15,7 +15,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; read w
 
 
 def pytest_collection_finish() -> None:
-    """What tests import stays: a full collection that looks through it stops every fleet in this process for 0.4 s, more
+    """What tests import stays: a full collection through it stops every fleet in this process for 0.4 s, more
     than some of their deadlines.
     """
     gc.collect()

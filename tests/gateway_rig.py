@@ -58,10 +58,12 @@ class GatewayRig:
         return writer
 
     async def hears(self, fleet: FleetRig) -> None:
-        """Until each worker has told of all that it did before this call: its second beat from now was made since then."""
-        for _ in range(2):
-            before = self._heard()
-            await eventually(lambda: all(self._heard().get(n, 0.0) > before.get(n, 0.0) for n in fleet.workers))
+        """Until each worker has told of all that it did before this call: the second beat from now was made since."""
+        await self._hears_anew(fleet, self._heard())
+        await self._hears_anew(fleet, self._heard())
+
+    async def _hears_anew(self, fleet: FleetRig, before: dict[str, float]) -> None:
+        await eventually(lambda: all(self._heard().get(n, 0.0) > before.get(n, 0.0) for n in fleet.workers))
 
     def _heard(self) -> dict[str, float]:
         models = self.gateway.fleet.roster.models.values()
