@@ -58,6 +58,11 @@ def attending(sink: Sink) -> Iterator[None]:
         _sink.reset(token)
 
 
+def sink() -> Sink:
+    """The one in force."""
+    return _sink.get()
+
+
 def _dispatch(
     module: Any,
     query: Tensor,
@@ -72,7 +77,7 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     features = Features(scale, sliding_window or None, softcap or None, s_aux)
-    return _sink.get().attend(module.layer_idx, query[0], key[0], value[0], features)[None], None
+    return sink().attend(module.layer_idx, query[0], key[0], value[0], features)[None], None
 
 
 AttentionInterface.register(NAME, _dispatch)

@@ -94,11 +94,16 @@ class Shared:
     """The product of a run. Its first layer computes it whole, the others take their part."""
 
     def __init__(self, product: Product, run: Run) -> None:
-        self._product, self._sizes = product, run.sizes
+        self.product, self._sizes = product, run.sizes
         self._features = run.layers[0].in_features
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
         self._left = 0
+
+    @property
+    def count(self) -> int:
+        """Of layers."""
+        return len(self._sizes)
 
     def part(self, index: int, given: Tensor) -> Tensor:
         """What layer `index` of the run gives for `given` [..., in]."""
@@ -108,7 +113,7 @@ class Shared:
         rows = given.numel() // self._features
         if not rows:
             return given.new_empty(*given.shape[:-1], self._sizes[index])
-        out = self._product(given.reshape(rows, self._features)).view(*given.shape[:-1], -1)
+        out = self.product(given.reshape(rows, self._features)).view(*given.shape[:-1], -1)
         if len(self._sizes) == 1:
             return out
         parts = out.split_with_sizes(self._sizes, dim=-1)
@@ -140,6 +145,16 @@ def take_over(run: Run, product: Product) -> None:
         layer.__class__ = PartLinear
         vars(layer).update(shared=shared, index=index)
         layer.weight = nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)
+
+
+def product_of(*layers: nn.Module) -> Product | None:
+    """What computes all of these at once, if they are one run, in its order."""
+    parts = [layer for layer in layers if isinstance(layer, PartLinear)]
+    shared = {part.shared for part in parts}
+    if len(parts) < len(layers) or len(shared) != 1:
+        return None
+    (of_all,) = shared
+    return of_all.product if [part.index for part in parts] == list(range(of_all.count)) else None
 
 
 def names(module: nn.Module, runs: Sequence[Run]) -> list[str]:

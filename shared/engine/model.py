@@ -21,6 +21,7 @@ from shared.engine.merged import Run, watching
 from shared.engine.norms import fuse
 from shared.engine.probe import probe
 from shared.engine.refuse import refuse_inexact
+from shared.engine.slim import slim
 from shared.errors import ConfigError, ModelError
 
 KINDS = ("native", "int8")
@@ -134,10 +135,13 @@ def _prepare(
     if not on_cpu:
         return "stored"
     fuse(module)
+    form: str = weights
     if weights == "int8":
         quantise(runs)
-        return weights
-    return arrange(module, runs, digest, threads).form
+    else:
+        form = arrange(module, runs, digest, threads).form
+    slim(module)
+    return form
 
 
 def _truncate(text: Any, layers: int | None) -> None:
