@@ -34,6 +34,9 @@ LONGEST_S = 30.0
 GAP_S = 0.05
 """Between two steps of a worker that is at work: texts, events, drafts. Who ended one so recently takes another, unless
 it rests."""
+YIELD_S = 0.1
+"""For so long at most a worker that yields waits for a step of others to end."""
+POLL_S = 0.001
 SLOTS = 128
 _SLOT = struct.Struct("<dd")
 
@@ -54,6 +57,11 @@ def _at_work(slot: Slot, now: float) -> bool:
     if slot.began > slot.ended:
         return 0.0 <= now - slot.began < LONGEST_S
     return 0.0 <= now - slot.ended < GAP_S
+
+
+def goes_on(others: Iterable[Slot], began: float, now: float) -> bool:
+    """Whether somebody is in a step that began before `began`, with more cores than are left to it since."""
+    return any(slot.ended < slot.began < began and now - slot.began < LONGEST_S for slot in others)
 
 
 def file_for(settings: Settings) -> Path:
@@ -94,6 +102,9 @@ class Cores:
         self._cores = cores
         self.most = min(cores, most)
         """That a step has when nobody else is at work."""
+        self.yields = False
+        """Whether its first step after a rest lets others end theirs. Both would take as long, and more: a step whose
+        threads outnumber the cores takes three times as long, and somebody's stream waits for it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         try:
@@ -101,6 +112,7 @@ class Cores:
             _fill(self._file, SLOTS * _SLOT.size)
             self._own = self._place()
             self._slots = mmap.mmap(self._file, SLOTS * _SLOT.size)
+            self._last = Slot(0.0, 0.0)
         except BaseException:
             os.close(self._file)
             raise
@@ -140,9 +152,12 @@ class Cores:
     def at_work(self) -> Iterator[int]:
         """For as long as a step takes: so many cores are ours."""
         began = time.monotonic()
+        rested = not _at_work(self._last, began)
         self._write(began, 0.0)
         try:
-            yield share(self._cores, self.most, self.others(), began)
+            if self.yields and rested:
+                self._let_others_end(began)
+            yield share(self._cores, self.most, self.others(), time.monotonic())
         finally:
             self._write(began, time.monotonic())
 
@@ -150,7 +165,13 @@ class Cores:
         """No other step follows soon: others need not wait and see."""
         self._write(0.0, 0.0)
 
+    def _let_others_end(self, began: float) -> None:
+        """Those who begin from now on know of us already."""
+        while (now := time.monotonic()) - began < YIELD_S and goes_on(self.others(), began, now):
+            time.sleep(POLL_S)
+
     def _write(self, began: float, ended: float) -> None:
+        self._last = Slot(began, ended)
         _SLOT.pack_into(self._slots, self._own * _SLOT.size, began, ended)
 
 

@@ -144,10 +144,12 @@ def load_engine(
     A sequence may go back up to `lookahead` tokens that it guessed. `generates`: see `Engine.load`. Raises ConfigError
     for a KV codec that ruins the model, unless told only to warn.
     """
+    if (cores := Cores.of(settings)) is not None:
+        cores.yields = not generates
     engine = _load(
         settings,
         folder,
-        cores=Cores.of(settings),
+        cores=cores,
         kv_codec=settings.kv_codec,
         slots=slots,
         lookahead=lookahead,

@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,8 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared import cores
 from shared.config import Settings
-from shared.cores import GAP_S, LONGEST_S, SLOTS, Cores, Slot, allowed, file_for, quota, share, there
+from shared.cores import GAP_S, LONGEST_S, SLOTS, Cores, Slot, allowed, file_for, goes_on, quota, share, there
+from shared.engine.engine import Engine
+from shared.worker import load_engine
+from tests import tiny_models
 
 NOW = 1000.0
 IDLE, WORKING, BETWEEN = Slot(900.0, 901.0), Slot(999.0, 0.0), Slot(990.0, NOW - GAP_S / 2)
@@ -203,3 +208,51 @@ def test_who_rests_is_not_waited_for(tmp_path: Path) -> None:
             own.rest()
     finally:
         other.kill()
+
+
+@pytest.mark.parametrize(
+    ("slot", "expected"),
+    [(WORKING, True), (IDLE, False), (BETWEEN, False), (NEVER, False), (DEAD, False), (AHEAD, False)],
+)
+def test_whose_step_goes_on(slot: Slot, expected: bool) -> None:
+    assert goes_on([IDLE, slot], NOW - 0.01, NOW) is expected
+    assert not goes_on([slot], slot.began, NOW), "it knows of us"
+
+
+def waited(own: Cores) -> float:
+    began = time.monotonic()
+    with own.at_work() as count:
+        assert count == 2
+        return time.monotonic() - began
+
+
+def test_who_yields_lets_a_step_of_others_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GAP_S", "YIELD_S"):
+        monkeypatch.setattr(cores, name, 1.0)  # a busy machine takes a while for everything
+    path = tmp_path / "cores"
+    own, other = Cores(path, 4, 4), Other(path)
+    own.yields = True
+    try:
+        assert other.say() == "4"
+        ends = threading.Timer(0.4, other.say)
+        ends.start()
+        assert 0.3 < waited(own) < 1.0
+        ends.join()
+        assert other.say() == "2"
+        assert waited(own) < 0.3, "no rest lies before this step: others have known of us"
+        own.rest()
+        assert waited(own) >= 1.0
+        own.rest()
+        own.yields = False
+        assert waited(own) < 0.3
+    finally:
+        other.kill()
+
+
+def test_prefill_yields(tmp_path: Path) -> None:
+    folder = tiny_models.write(tmp_path / "model", tiny_models.ARCHITECTURES["llama"])
+    settings = Settings(model=str(folder), host_cache_dir=str(tmp_path / "tier"), kv_memory_mb=1)
+    for generates in (True, False):
+        engine = load_engine(settings, folder, slots=1, generates=generates)
+        assert isinstance(engine, Engine) and engine._cores is not None
+        assert engine._cores.yields is not generates
