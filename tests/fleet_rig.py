@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import pytest
 import structlog
 
 from services.decode.config import DecodeSettings
@@ -36,6 +37,15 @@ COMMON: dict[str, Any] = {
     "drain_s": 2.0,
     "host_cache_mb": 0,
 }
+
+
+def joins_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers join without having heard others, as those may that start together."""
+
+    async def join(worker: Actor) -> None:
+        await worker._say_beat()
+
+    monkeypatch.setattr(Actor, "_join", join)
 
 
 class FleetRig:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from shared import actor
 from shared.config import DEFAULT_MODEL
 from shared.engine.engine import Engine
 from shared.engine.model import Model, load
@@ -26,7 +25,7 @@ from shared.engine.weights import resolve
 from shared.messages import ChatMessage, Sampling
 from shared.tokenizer import Tokenizer
 from tests.e2e.prompts import PROMPTS
-from tests.fleet_rig import FleetRig
+from tests.fleet_rig import FleetRig, joins_unheard
 from tests.tiny_models import ARCHITECTURES, VOCAB, write
 from trine.completion import Completion
 
@@ -117,7 +116,7 @@ async def test_case_7_kv_made_under_another_setting_is_not_used(
     model: Model, codec: str, block_size: int, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fp8 and int8 with 8 tokens a block have blocks of nearly the same bytes, and mean other numbers by them."""
-    monkeypatch.setattr(actor, "JOIN_BEATS", 0)  # as those that start together: it joins before it has heard the others
+    joins_unheard(monkeypatch)
     async with FleetRig() as rig:
         await rig.prefill(engine=engine(model, "int8"), block_size=B)
         await rig.decode("decode-1", engine(model, "int8"), block_size=B)

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from shared import actor
 from shared.cache.index import PrefixIndex
 from shared.engine.span import Span
 from shared.errors import InvalidField, StreamFull
 from shared.subjects import Subjects
 from tests.block_faults import SUBJECTS, BlockFaults, FaultyFleet, ask, damages, prompt, refusal, subjects_of
 from tests.fake_engine import FakeEngine
+from tests.fleet_rig import joins_unheard
 from tests.wide_engine import WideEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -60,7 +60,7 @@ async def test_cases_6_7_63_what_was_made_otherwise_is_never_used(
     changed: dict[str, Any], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Warm, then one role comes back with other weights, KV type or block size under the same name of the model."""
-    monkeypatch.setattr(actor, "JOIN_BEATS", 0)  # as those that start together: it joins before it has heard the others
+    joins_unheard(monkeypatch)
     tokens = prompt(61)
     other, weights = FakeEngine(blocks=128, **changed), changed.get("weights", 0) if role == "decode" else 0
     async with FaultyFleet() as rig:
