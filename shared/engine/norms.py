@@ -74,7 +74,7 @@ def _fused(norm: nn.Module) -> FusedRMSNorm | None:
     for scale in (weight.detach(), 1 + weight.detach()):
         for epsilon in _epsilons(norm):
             candidate = FusedRMSNorm(weight, scale, epsilon)
-            if all(_same(candidate(x), value) for x, value in zip(inputs, expected, strict=True)):
+            if all(same(candidate(x), value, _TOLERANCE) for x, value in zip(inputs, expected, strict=True)):
                 return candidate
     return None
 
@@ -86,7 +86,8 @@ def _epsilons(norm: nn.Module) -> Iterator[float]:
             yield value
 
 
-def _same(got: Tensor, expected: object) -> bool:
+def same(got: Tensor, expected: object, tolerance: float) -> bool:
+    """`tolerance`: of their difference, relative to the largest number."""
     if not isinstance(expected, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
         return False
-    return bool((got - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+    return bool((got - expected).abs().max() <= tolerance * expected.abs().max())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shared.engine.attention import Features, attending, sink
 from shared.engine.merged import Product, product_of
-from shared.engine.norms import FusedRMSNorm
+from shared.engine.norms import FusedRMSNorm, same
 
 _PARTS = {
     "": {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"},
@@ -173,10 +173,5 @@ def _compute(layer: Callable[..., Any], given: _Input) -> tuple[Any, _Stand]:
 def _same(layer: nn.Module, candidate: SlimLayer, given: _Input) -> bool:
     (theirs, asked), (ours, asking) = _compute(layer, given), _compute(candidate, given)
     ((*tensors, features),), ((*others, other),) = asked.asked, asking.asked
-    return features == other and all(map(_close, [theirs, *tensors], [ours, *others]))
-
-
-def _close(expected: object, got: object) -> bool:
-    if not isinstance(expected, Tensor) or not isinstance(got, Tensor) or got.shape != expected.shape:
-        return False
-    return bool((got - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+    pairs = zip([ours, *others], [theirs, *tensors], strict=True)
+    return features == other and all(same(got, expected, _TOLERANCE) for got, expected in pairs)
