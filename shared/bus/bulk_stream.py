@@ -18,7 +18,7 @@ from shared.bus.login import NOBODY, Login
 from shared.bus.nats_api import ApiError, parse_answer
 from shared.bus.nats_connection import NO_RESPONDERS, SLACK
 from shared.bus.nats_stream import END_OF_BATCH, NOT_FOUND, PAGE_SUBJECTS, TOO_MANY_REQUESTS, append_error
-from shared.bus.wire import DEFAULT_MAX_PENDING
+from shared.bus.wire import DEFAULT_MAX_PENDING, page_bytes
 from shared.errors import BusDisconnected, BusError, ConfigError, FrameError, StreamMissing, TooLarge, TrineError
 
 WINDOW_BYTES = 32 << 20
@@ -44,8 +44,7 @@ class StreamLink:
         )
         # Never used twice: an answer that comes late, after its operation timed out, is nobody's.
         self._tokens = map(str, itertools.count(1))
-        # Beyond max_pending the server drops messages and still reports a complete batch. One may come on top.
-        self._page_bytes = min(PAGE_BYTES, max_pending // 2)
+        self._max_pending = max_pending
 
     def put(self, items: Sequence[Item], deadline: float) -> list[int | TrineError]:
         puts = _Puts(self._link, self._tokens, items, deadline)
@@ -58,7 +57,7 @@ class StreamLink:
         return puts.results(failure)
 
     def get(self, stream: str, subjects: Sequence[str], receive: Receive, deadline: float) -> None:
-        gets = _Gets(self._link, self._tokens, stream, subjects, receive, self._page_bytes)
+        gets = _Gets(self._link, self._tokens, stream, subjects, receive, self._max_pending)
         with self._link.operation(deadline):
             self._run(gets)
 
@@ -184,7 +183,7 @@ class _Gets:
         stream: str,
         subjects: Sequence[str],
         receive: Receive,
-        page_bytes: int,
+        max_pending: int,
     ) -> None:
         self.heard = False
         self._link = link
@@ -192,7 +191,7 @@ class _Gets:
         self._stream = stream
         self._missing = dict.fromkeys(subjects)
         self._receive = receive
-        self._page_bytes = page_bytes
+        self._max_pending = max_pending
         self._reply = ""
         self._ended: int | None = None
 
@@ -228,7 +227,8 @@ class _Gets:
         """
         self._reply = f"{self._link.inbox}.{next(self._tokens)}"
         self._ended = None
-        ask = json.dumps({"multi_last": page, "max_bytes": self._page_bytes}).encode()
+        most = min(PAGE_BYTES, page_bytes(self._max_pending, self._link.max_payload))
+        ask = json.dumps({"multi_last": page, "max_bytes": most}).encode()
         head = bulk_wire.publish(f"$JS.API.DIRECT.GET.{self._stream}", self._reply, {}, len(ask))
         self._link.send([head, ask, b"\r\n"])
         while self._ended is None:

@@ -15,7 +15,7 @@ from shared.bus.base import Stored
 from shared.bus.nats_api import Api, ApiError, parse_answer
 from shared.bus.nats_client import status_of, user_headers
 from shared.bus.nats_connection import NO_RESPONDERS, Connection, NoAnswer
-from shared.bus.wire import check_message_id
+from shared.bus.wire import check_message_id, page_bytes
 from shared.errors import (
     BusDisconnected,
     BusError,
@@ -46,10 +46,12 @@ class Streams:
     def __init__(self, connection: Connection, api: Api, max_pending: int) -> None:
         self._connection = connection
         self._api = api
-        # Beyond max_pending the server drops messages and still reports a complete batch. Pages are at most half of
-        # it, one message may come on top, and only one page is on its way at a time.
-        self._page_bytes = max_pending // 2
-        self._one_page = asyncio.Lock()
+        self._max_pending = max_pending
+        self._one_page = asyncio.Lock()  # on its way, as `page_bytes` says
+
+    @property
+    def _page_bytes(self) -> int:
+        return page_bytes(self._max_pending, self._connection.max_payload)
 
     async def append(
         self,
