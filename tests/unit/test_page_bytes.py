@@ -12,7 +12,7 @@ MiB = 1 << 20
 @pytest.mark.parametrize(("pending", "payload"), [(8, 1), (16, 8), (64, 8), (256, 8), (64, 1), (256, 64)])
 def test_two_pages_are_held(pending: int, payload: int) -> None:
     page = page_bytes(pending * MiB, payload * MiB)
-    assert 0 < page
+    assert page > 0
     assert 2 * (page + payload * MiB) <= pending * MiB + 2  # where the payload leaves no room, one message at a time
 
 
