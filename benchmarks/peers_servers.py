@@ -74,10 +74,14 @@ class Server:
 
 TRINE: Mapping[Variant, tuple[Mapping[str, int], Mapping[str, str]]] = {
     "default": ({"prefill": 1, "decode": 1}, {}),
-    "tuned": ({"prefill": 1, "decode": 1}, {"TRINE_STEP_TOKENS": "36", "TRINE_PREFILL_PATIENCE_S": "60"}),
+    "tuned": (
+        {"prefill": 1, "decode": 1},
+        {"TRINE_STEP_TOKENS": "36", "TRINE_PREFILL_PATIENCE_S": "60", "TRINE_HOST_CACHE_MB": "0"},
+    ),
 }
 """Workers, and their settings. Tuned: however many prompts wait, they wait for the prefill worker, on a core of its
-own, and what is left of a prompt for the decode worker takes little of a step."""
+own, and what is left of a prompt for the decode worker takes little of a step. Blocks go through NATS alone: the second
+copy in shared memory is for more workers than these."""
 
 
 @contextmanager

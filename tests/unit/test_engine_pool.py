@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from shared.engine import pool as pools
 from shared.engine.codecs.base import Codec, LayerShape
 from shared.engine.codecs.none import Raw
 from shared.engine.codecs.registry import CODECS
@@ -15,6 +21,11 @@ from shared.errors import ConfigError, FrameError
 
 SHAPES = [LayerShape(3, 64, 64), LayerShape(1, 5, 3), LayerShape(2, 8, 16)]
 CPU = torch.device("cpu")
+MiB = 1 << 20
+
+
+def kernel() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 
 
 def tensors(pool: KVPool) -> list[torch.Tensor]:
@@ -93,14 +104,43 @@ def test_a_block_can_be_cleared() -> None:
     assert not any(bytes(pool.block(2)))
 
 
-def test_an_unused_pool_takes_no_memory() -> None:
+def taken_by_a_pool(mib: int) -> int:
+    """MiB of memory that a pool of so many takes before its first use."""
+
     def resident() -> int:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    pool = KVPool([LayerShape(3, 64, 64)] * 30, 1400, 16, torch.float32, CPU, Raw())
-    assert resident() - before < 64 << 20 < pool.blocks * pool.block_bytes
+    held = KVPool([LayerShape(3, 64, 64)] * 30, mib * MiB // 737_280, 16, torch.float32, CPU, Raw())
+    assert held.block_bytes == 737_280
+    return (resident() - before) // MiB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+class TestMemory:
+    def test_an_unused_pool_that_is_large_takes_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pools, "_available", lambda: 8 * 200 * MiB)
+        assert taken_by_a_pool(210) < 40
+
+    @pytest.mark.skipif(kernel() < (5, 14), reason="needs MADV_POPULATE_WRITE, of Linux 5.14")
+    def test_a_small_one_is_taken_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pools, "_available", lambda: 8 * 200 * MiB)
+        assert taken_by_a_pool(190) > 180
+
+    def test_what_the_system_has(self, tmp_path: Path) -> None:
+        says = tmp_path / "meminfo"
+        assert pools._available(says) == 0
+        for text, expected in (
+            ("MemTotal:  16 kB\nMemAvailable:    2048 kB\nHugePages_Total:   0\n", 2 * MiB),
+            ("MemTotal:  16 kB\n", 0),
+            ("MemAvailable:\n", 0),
+            ("MemAvailable: many kB\n", 0),
+            ("nonsense\n", 0),
+        ):
+            says.write_text(text)
+            assert pools._available(says) == expected
+        assert pools._available() > 100 * MiB
 
 
 def test_a_pool_larger_than_the_machine_is_refused() -> None:
