@@ -44,7 +44,7 @@ class StreamLink:
         )
         # Never used twice: an answer that comes late, after its operation timed out, is nobody's.
         self._tokens = map(str, itertools.count(1))
-        self._max_pending = max_pending
+        self._page_bytes = min(PAGE_BYTES, page_bytes(max_pending))
 
     def put(self, items: Sequence[Item], deadline: float) -> list[int | TrineError]:
         puts = _Puts(self._link, self._tokens, items, deadline)
@@ -57,7 +57,7 @@ class StreamLink:
         return puts.results(failure)
 
     def get(self, stream: str, subjects: Sequence[str], receive: Receive, deadline: float) -> None:
-        gets = _Gets(self._link, self._tokens, stream, subjects, receive, self._max_pending)
+        gets = _Gets(self._link, self._tokens, stream, subjects, receive, self._page_bytes)
         with self._link.operation(deadline):
             self._run(gets)
 
@@ -183,7 +183,7 @@ class _Gets:
         stream: str,
         subjects: Sequence[str],
         receive: Receive,
-        max_pending: int,
+        page_bytes: int,
     ) -> None:
         self.heard = False
         self._link = link
@@ -191,7 +191,7 @@ class _Gets:
         self._stream = stream
         self._missing = dict.fromkeys(subjects)
         self._receive = receive
-        self._max_pending = max_pending
+        self._page_bytes = page_bytes
         self._reply = ""
         self._ended: int | None = None
 
@@ -227,8 +227,7 @@ class _Gets:
         """
         self._reply = f"{self._link.inbox}.{next(self._tokens)}"
         self._ended = None
-        most = min(PAGE_BYTES, page_bytes(self._max_pending, self._link.max_payload))
-        ask = json.dumps({"multi_last": page, "max_bytes": most}).encode()
+        ask = json.dumps({"multi_last": page, "max_bytes": self._page_bytes}).encode()
         head = bulk_wire.publish(f"$JS.API.DIRECT.GET.{self._stream}", self._reply, {}, len(ask))
         self._link.send([head, ask, b"\r\n"])
         while self._ended is None:

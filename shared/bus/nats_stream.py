@@ -46,12 +46,8 @@ class Streams:
     def __init__(self, connection: Connection, api: Api, max_pending: int) -> None:
         self._connection = connection
         self._api = api
-        self._max_pending = max_pending
-        self._one_page = asyncio.Lock()  # on its way, as `page_bytes` says
-
-    @property
-    def _page_bytes(self) -> int:
-        return page_bytes(self._max_pending, self._connection.max_payload)
+        self._page_bytes = page_bytes(max_pending)
+        self._one_page = asyncio.Lock()
 
     async def append(
         self,

@@ -54,14 +54,14 @@ def header_bytes(headers: Mapping[str, str] | None) -> int:
     return len("NATS/1.0\r\n\r\n") + sum(len(k.encode()) + len(v.encode()) + len(": \r\n") for k, v in headers.items())
 
 
-def page_bytes(max_pending: int, max_payload: int) -> int:
-    """`max_bytes` of a batched get, so that the server never holds `max_pending` bytes for us: beyond that it drops
-    messages and still reports a complete batch, or ends the connection.
+def page_bytes(max_pending: int) -> int:
+    """`max_bytes` of a batched get, so that two pages fit into what the server holds for a connection: beyond
+    `max_pending` it drops messages and still reports a complete batch, or ends the connection.
 
-    A page may be one message longer than asked for, and the page before it counts until the server's write of it has
-    returned, which may be after all of it was read here.
+    The page before counts until the server's write of it has returned, which may be after all of it was read here. A
+    page is longer than asked for by one message and by its messages' headers; half of `max_pending` is left for those.
     """
-    return max(1, max_pending // 2 - max_payload)
+    return max_pending // 4
 
 
 def check_message_id(message_id: str) -> None:

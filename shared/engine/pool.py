@@ -19,6 +19,7 @@ from shared.errors import ConfigError, FrameError
 _ALIGN = 16
 _PLENTY = 8
 """A pool is taken whole where so many of them could be had: a computer has several workers, and others' work."""
+_SLICE = 64 << 20
 _MADV_POPULATE_WRITE = 23
 """Of Linux (madvise(2)); Python's `mmap` does not name it."""
 
@@ -166,14 +167,21 @@ def _pages(size: int) -> mmap.mmap:
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size <= _available() // _PLENTY:
         with suppress(OSError):  # Linux before 5.14 cannot, nor can other systems
-            pages.madvise(_MADV_POPULATE_WRITE)
+            for start in range(0, size, _SLICE):  # Python lets no other thread run meanwhile
+                pages.madvise(_MADV_POPULATE_WRITE, start, min(_SLICE, size - start))
     return pages
 
 
-def _available(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that the system could give without taking them from others; 0 where it does not say."""
+def _available(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that could be had without taking them from others, by the system and by the limit of a container; 0 where
+    the system does not say."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) << 10
+        available = int(lines["MemAvailable"].split()[0]) << 10
     except (OSError, ValueError, KeyError, IndexError):
         return 0
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # ValueError: "max", no limit
+        return available
+    return max(0, min(available, limit - used))

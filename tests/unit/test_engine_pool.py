@@ -130,7 +130,7 @@ class TestMemory:
 
     def test_what_the_system_has(self, tmp_path: Path) -> None:
         says = tmp_path / "meminfo"
-        assert pools._available(says) == 0
+        assert pools._available(says, tmp_path) == 0
         for text, expected in (
             ("MemTotal:  16 kB\nMemAvailable:    2048 kB\nHugePages_Total:   0\n", 2 * MiB),
             ("MemTotal:  16 kB\n", 0),
@@ -139,7 +139,12 @@ class TestMemory:
             ("nonsense\n", 0),
         ):
             says.write_text(text)
-            assert pools._available(says) == expected
+            assert pools._available(says, tmp_path) == expected
+        says.write_text("MemAvailable: 2048 kB\n")
+        for limit, used, least in (("max", "1", 2 * MiB), ("1048576", "48576", 1_000_000), ("10", "20", 0)):
+            (tmp_path / "memory.max").write_text(f"{limit}\n")
+            (tmp_path / "memory.current").write_text(f"{used}\n")
+            assert pools._available(says, tmp_path) == least
         assert pools._available() > 100 * MiB
 
 
