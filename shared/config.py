@@ -69,8 +69,8 @@ class Settings(BaseSettings):
     kv_blocks: Annotated[int, Field(ge=0)] = 0
     """KV blocks in this worker's pool; 0 derives it from `kv_memory_mb`."""
     kv_memory_mb: Annotated[int, Field(ge=1)] = 1024
-    """Memory of this worker's KV pool, in MiB. On a CPU it is taken at the start where the machine has eight times
-    as much at hand, and otherwise as it is used."""
+    """Memory of this worker's KV pool, in MiB. On a CPU it is taken at the start where machine and container
+    have eight times as much at hand, and otherwise as it is used."""
     kv_codec: KvCodec = "none"
     """How KV is stored, in pools and in the cache. All workers of a model must agree. See docs/kv-codecs.md."""
     kv_check: Literal["refuse", "warn", "off"] = "refuse"

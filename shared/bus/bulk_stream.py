@@ -18,7 +18,7 @@ from shared.bus.login import NOBODY, Login
 from shared.bus.nats_api import ApiError, parse_answer
 from shared.bus.nats_connection import NO_RESPONDERS, SLACK
 from shared.bus.nats_stream import END_OF_BATCH, NOT_FOUND, PAGE_SUBJECTS, TOO_MANY_REQUESTS, append_error
-from shared.bus.wire import DEFAULT_MAX_PENDING, page_bytes
+from shared.bus.wire import DEFAULT_MAX_PENDING, largest_page
 from shared.errors import BusDisconnected, BusError, ConfigError, FrameError, StreamMissing, TooLarge, TrineError
 
 WINDOW_BYTES = 32 << 20
@@ -44,7 +44,7 @@ class StreamLink:
         )
         # Never used twice: an answer that comes late, after its operation timed out, is nobody's.
         self._tokens = map(str, itertools.count(1))
-        self._page_bytes = min(PAGE_BYTES, page_bytes(max_pending))
+        self._page_bytes = min(PAGE_BYTES, largest_page(max_pending))
 
     def put(self, items: Sequence[Item], deadline: float) -> list[int | TrineError]:
         puts = _Puts(self._link, self._tokens, items, deadline)

@@ -15,7 +15,7 @@ from shared.bus.base import Stored
 from shared.bus.nats_api import Api, ApiError, parse_answer
 from shared.bus.nats_client import status_of, user_headers
 from shared.bus.nats_connection import NO_RESPONDERS, Connection, NoAnswer
-from shared.bus.wire import check_message_id, page_bytes
+from shared.bus.wire import check_message_id, largest_page
 from shared.errors import (
     BusDisconnected,
     BusError,
@@ -46,8 +46,8 @@ class Streams:
     def __init__(self, connection: Connection, api: Api, max_pending: int) -> None:
         self._connection = connection
         self._api = api
-        self._page_bytes = page_bytes(max_pending)
-        self._one_page = asyncio.Lock()
+        self._page_bytes = largest_page(max_pending)
+        self._one_page = asyncio.Lock()  # on its way at a time: what `largest_page` rests on
 
     async def append(
         self,

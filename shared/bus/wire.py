@@ -54,7 +54,7 @@ def header_bytes(headers: Mapping[str, str] | None) -> int:
     return len("NATS/1.0\r\n\r\n") + sum(len(k.encode()) + len(v.encode()) + len(": \r\n") for k, v in headers.items())
 
 
-def page_bytes(max_pending: int) -> int:
+def largest_page(max_pending: int) -> int:
     """`max_bytes` of a batched get, so that two pages fit into what the server holds for a connection: beyond
     `max_pending` it drops messages and still reports a complete batch, or ends the connection.
 

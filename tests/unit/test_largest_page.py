@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.bus.nats_stream import PAGE_SUBJECTS
-from shared.bus.wire import DEFAULT_MAX_PENDING, page_bytes
+from shared.bus.wire import DEFAULT_MAX_PENDING, largest_page
 
 MiB = 1 << 20
 HEADERS = 400
@@ -14,9 +14,9 @@ HEADERS = 400
 
 @pytest.mark.parametrize(("pending", "payload"), [(8, 1), (64, 8), (256, 8), (64, 1)])
 def test_two_pages_are_held(pending: int, payload: int) -> None:
-    page = page_bytes(pending * MiB) + payload * MiB + PAGE_SUBJECTS * HEADERS
+    page = largest_page(pending * MiB) + payload * MiB + PAGE_SUBJECTS * HEADERS
     assert 2 * page < pending * MiB
 
 
 def test_the_servers_own_default_has_large_pages() -> None:
-    assert page_bytes(DEFAULT_MAX_PENDING) == 16 * MiB
+    assert largest_page(DEFAULT_MAX_PENDING) == 16 * MiB
