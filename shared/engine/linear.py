@@ -24,12 +24,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from shared.engine.columns import by_column
 from shared.engine.merged import Product, Run, names, take_over
@@ -45,29 +44,27 @@ _WARM_UP = 6
 _REPEATS = 4
 _PACKED_FOR = 8
 """Rows that oneDNN is told to pack for; what it does for 4 and 16 is the same."""
+PADDED = 4
+"""oneDNN's kernels for fewer rows can be slower than the one for these."""
 _DEARER: dict[Form, float] = {"columns": 1.03, "packed": 1.05}
 """Weights as stored are mapped from the model's file. By column they are mapped too, from a file in the cache folder;
 packed ones are a private copy of each process."""
 
-_WORTH_BOTH = 0.88
-"""Single rows are most of what decodes without drafts. Not for less: the weights are then there twice."""
-
 Times = dict[tuple[str, int], float]
-"""Seconds of a way to multiply ("linear", "weight_first", "columns", "packed") with a number of rows."""
+"""Seconds of a way to multiply ("linear", "weight_first", "columns", "packed", "padded") with a number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How weights are laid out.
 
-    `weight_first`: use `(W @ x.T).T` for 2 to that many rows, where they are as stored. `single_by_column`: have them
-    by column too, beside the packed ones, for single rows in steps of one thread. A product by column of one row has
-    one thread however many there are, and a packed one has all.
+    `weight_first`: use `(W @ x.T).T` for 2 to that many rows, where they are as stored. `padded`: rows of zeros are
+    added to fewer than `PADDED` rows before they meet packed weights.
     """
 
     form: Form = "stored"
     weight_first: int = 0
-    single_by_column: bool = False
+    padded: bool = False
 
 
 def choose(measured: Mapping[int, Times]) -> Choice:
@@ -81,18 +78,19 @@ def choose(measured: Mapping[int, Times]) -> Choice:
 
     limits = [following - 1 for following in _ROWS[1:]] + [_ROWS[-1]]
     best = min(limits, key=stored)
-    costs: dict[Form, float] = {"stored": stored(best)}
-    for form, dearer in _DEARER.items():
-        if all((form, _ROWS[0]) in times for times in measured.values()):
-            costs[form] = dearer * cost(partial(_always, form))
-    chosen = min(costs, key=lambda form: costs[form])
-    alone = measured.get(1)
-    single = chosen == "packed" and alone is not None and alone["columns", 1] < _WORTH_BOTH * alone["packed", 1]
-    return Choice(chosen, best if best > 1 else 0, single)
+    choices = {Choice("stored", best if best > 1 else 0): stored(best)}
 
+    def has(way: str) -> bool:
+        return all((way, _ROWS[0]) in times for times in measured.values())
 
-def _always(form: Form, rows: int) -> str:
-    return form
+    if has("columns"):
+        choices[Choice("columns", best if best > 1 else 0)] = _DEARER["columns"] * cost(lambda rows: "columns")
+    if has("packed"):
+        choices[Choice("packed")] = _DEARER["packed"] * cost(lambda rows: "packed")
+    if has("padded"):
+        padded = cost(lambda rows: "padded" if rows < PADDED else "packed")
+        choices[Choice("packed", padded=True)] = _DEARER["packed"] * padded
+    return min(choices, key=lambda choice: choices[choice])
 
 
 class WeightFirstLinear(nn.Linear):
@@ -129,7 +127,7 @@ def arrange(module: Any, runs: Sequence[Run], digest: str = "", threads: Collect
     with torch.inference_mode():
         choice = choose(_over(threads or {torch.get_num_threads()}, sample))
     columns = {}
-    if choice.form == "columns" or choice.single_by_column:
+    if choice.form == "columns":
         columns = dict(zip(inner, by_column(digest, dict(zip(names(module, inner), inner, strict=True))), strict=True))
     for run in runs:
         if product := _product(run, choice, columns.get(run)):
@@ -145,14 +143,10 @@ def arrange(module: Any, runs: Sequence[Run], digest: str = "", threads: Collect
 
 def _product(run: Run, choice: Choice, by_column: Tensor | None) -> Product | None:
     """None for layers that stay as they are."""
-    bias = run.bias()
-    columns = None if by_column is None else column_product(by_column, bias)
     if choice.form != "packed":
-        return columns
-    packed = packed_product(run.weight(), bias)
-    if columns is None:
-        return packed
-    return lambda x: columns(x) if len(x) == 1 and torch.get_num_threads() == 1 else packed(x)
+        return None if by_column is None else column_product(by_column, run.bias())
+    packed = packed_product(run.weight(), run.bias())
+    return padded_product(packed) if choice.padded else packed
 
 
 def column_product(weight: Tensor, bias: Tensor | None) -> Product:
@@ -170,6 +164,11 @@ def packed_product(weight: Tensor, bias: Tensor | None) -> Product:
     multiply = torch.ops.mkldnn._linear_pointwise.default
     none: list[Any] = []
     return lambda x: multiply(x, packed, bias, "none", none, "")
+
+
+def padded_product(product: Product) -> Product:
+    """`product` of at least `PADDED` rows; what is added is cut off again."""
+    return lambda x: product(x) if len(x) >= PADDED else product(pad(x, (0, 0, 0, PADDED - len(x))))[: len(x)]
 
 
 def _packing() -> bool:
@@ -197,6 +196,7 @@ def _ways(run: Run) -> dict[str, list[Product]]:
     }
     if _packing():
         ways["packed"] = [packed_product(run.weight(), None)]
+        ways["padded"] = [padded_product(product) for product in ways["packed"]]
     return ways
 
 
@@ -220,6 +220,8 @@ def _measure(runs: Sequence[Run]) -> Times:
         for rows in _ROWS:
             inputs = {size: torch.ones(rows, size) for size, _ in made}
             for way in made[0][1]:
+                if way == "padded" and rows >= PADDED:
+                    continue  # the same as packed
                 products = [(product, inputs[size]) for size, ways in made for product in ways[way]]
                 for product, given in products[:_WARM_UP]:
                     product(given)

@@ -64,7 +64,7 @@ FORMS = [
     Choice("columns"),
     Choice("columns", 7),
     Choice("packed"),
-    Choice("packed", 7, single_by_column=True),
+    Choice("packed", padded=True),
 ]
 
 
@@ -130,28 +130,32 @@ def test_all_numbers_of_threads_count_alike() -> None:
     """By column it is faster with one thread, packed with two; what both take together decides."""
     one, two = times(linear=1.0, weight_first=2.0, columns=0.6, packed=0.8), {"linear": 1.0, "weight_first": 2.0}
     assert choose({1: one}).form == "columns"
-    assert choose({1: one, 2: times(**two, columns=0.9, packed=0.5)}) == Choice("packed", 0, True)
+    assert choose({1: one, 2: times(**two, columns=0.9, packed=0.5)}) == Choice("packed")
     assert choose({1: one, 2: times(**two, columns=0.6, packed=0.5)}).form == "columns"
 
 
-def test_single_rows_go_by_column_where_that_is_faster_with_one_thread() -> None:
-    fast_single = {1: 0.3, 2: 0.9, 5: 0.9, 9: 0.9, 16: 0.9}
-    alone = times(linear=1.0, weight_first=2.0, columns=fast_single, packed=0.5)
-    assert choose({1: alone}) == choose({1: alone, 2: times(linear=1.0, weight_first=2.0, columns=0.9, packed=0.4)})
-    assert choose({1: alone}) == Choice("packed", 0, True)
-    assert choose({2: alone}) == Choice("packed"), "what is never done with one thread needs no second copy"
+def test_few_rows_are_padded_where_that_is_faster() -> None:
+    packed = {1: 0.5, 2: 0.6, 5: 0.4, 9: 0.4, 16: 0.4}
+    ways: dict[str, float | dict[int, float]] = {"linear": 1.0, "weight_first": 2.0, "columns": 0.9, "packed": packed}
+    assert choose({1: times(**ways, padded=0.4)}) == Choice("packed", padded=True)
+    assert choose({1: times(**ways, padded=0.4), 2: times(**ways, padded=0.9)}) == Choice("packed")
+    slow_pairs = {1: 0.9, 2: 0.9, 5: 0.4, 9: 0.4, 16: 0.4}
+    padding_decides = times(linear=1.0, weight_first=2.0, columns=0.55, packed=slow_pairs, padded=0.4)
+    assert choose({1: padding_decides}) == Choice("packed", padded=True)
 
 
-def test_products_follow_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "column_product", lambda weight, bias: lambda x: "by column")
-    monkeypatch.setattr(linear, "packed_product", lambda weight, bias: lambda x: "packed")
-    product = linear._product(Run((nn.Linear(3, 4),)), Choice("packed", 0, True), torch.ones(4, 3))
-    assert product is not None
-    said = {}
-    for count in (1, 2):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        said[count] = [product(torch.ones(rows, 3)) for rows in (1, 2)]
-    assert said == {1: ["by column", "packed"], 2: ["packed", "packed"]}
+def test_rows_are_added_to_few_and_cut_off_again() -> None:
+    asked: list[torch.Tensor] = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        asked.append(x)
+        return x * 2
+
+    padded = linear.padded_product(product)
+    for rows in (1, 2, 3, 4, 5):
+        x = torch.randn(rows, 3)
+        assert torch.equal(padded(x), x * 2)
+        assert len(asked[-1]) == max(rows, linear.PADDED) and not asked[-1][rows:].any()
 
 
 def test_small_models_are_left_alone() -> None:
@@ -182,6 +186,6 @@ def test_models_stay_exact(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
     expected = logits(Engine.load(folder, block_size=8, kv_blocks=8))
     monkeypatch.setattr(linear, "_SAMPLE", 1)
-    monkeypatch.setattr(linear, "choose", lambda measured: Choice("packed", 0, single_by_column=True))
+    monkeypatch.setattr(linear, "choose", lambda measured: Choice("packed", padded=True))
     monkeypatch.setenv("TRINE_CACHE_DIR", str(tmp_path / "cache"))
     torch.testing.assert_close(logits(Engine.load(folder, block_size=8, kv_blocks=8)), expected, rtol=0, atol=1e-4)
