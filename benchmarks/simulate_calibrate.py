@@ -43,7 +43,7 @@ def shapes() -> list[tuple[str, tuple[tuple[int, int, int], ...]]]:
     for context in (64, 512):
         for n in (1, 2, 4, 8, 16):
             found.append((f"{n} sequences at {context}", ((1, context, 1),) * n))
-        for n, k in ((1, 2), (1, 4), (1, 8), (4, 2), (4, 4)):
+        for n, k in ((1, 2), (1, 4), (1, 6), (1, 8), (1, 12), (4, 2), (4, 4)):
             found.append((f"{n} sequences at {context}, {k} drafts", ((1 + k, context, 1 + k),) * n))
     for start in (0, 512, 1008):
         for tokens in (16, 64, 128, 256):

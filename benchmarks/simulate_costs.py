@@ -16,20 +16,19 @@ from shared.engine.span import Span
 from shared.errors import ConfigError
 
 DATA = Path(__file__).parent / "data"
-FEW = 16
-"""Up to so many positions, each further one costs more than beyond: another kernel multiplies them."""
-PARTS = ("step", "several", "head", "few", "many", "rows", "sequences", "context", "attention")
+FEW = 6
+"""Up to so many positions are multiplied while the weights are read, and cost next to nothing; further ones do."""
+PARTS = ("step", "head", "few", "many", "rows", "sequences", "context", "attention")
 
 
 def parts(spans: Sequence[Span]) -> list[float]:
-    """How much of each of `PARTS` a step has. `several`: one position alone is multiplied by another kernel."""
+    """How much of each of `PARTS` a step has."""
     positions = sum(len(span.token_ids) for span in spans)
     rows = sum(span.rows for span in spans)
     context = sum(span.start + len(span.token_ids) for span in spans)
     attention = sum(len(s.token_ids) * (s.start + len(s.token_ids) / 2) for s in spans if len(s.token_ids) > 1)
-    several, head = float(positions > 1), float(rows > 0)
     few, many = float(min(positions, FEW)), float(max(positions - FEW, 0))
-    return [1.0, several, head, few, many, float(rows), float(len(spans)), float(context), attention]
+    return [1.0, float(rows > 0), few, many, float(rows), float(len(spans)), float(context), attention]
 
 
 @dataclass(frozen=True, slots=True)

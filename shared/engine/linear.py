@@ -13,9 +13,11 @@ of a second.
 | packed by oneDNN | 32 | 37 | 43 | 44 | 53 | 57 | 79 |
 | packed by oneDNN, layers with one input merged | 28 | 31 | 37 | 41 | 50 | 51 | 73 |
 
-With two threads 1, 4, 8 and 16 rows take 20, 26, 31 and 41 ms packed, and 22, 48, 52 and 58 by column.
+With two threads 1, 4, 8 and 16 rows take 20, 26, 31 and 41 ms packed, and 22, 48, 52 and 58 by column. Reading them
+from memory takes 25 ms.
 
-Reading them from memory takes 25 ms. On CPUs with AVX-512 columns have been seen to come close to that up to 8 rows.
+On a CPU with AVX-512 packed and merged layers take 27, 33, 21, 22, 29, 30 and 41 ms in this table's order: one row and
+two are padded to four there, with which they take 22. By column one row takes 25.
 MKL's own packed weights took 65 ms for up to 8 rows, TF32 and bf16 need units that this CPU lacks.
 """
 
