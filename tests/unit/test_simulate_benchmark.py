@@ -19,7 +19,7 @@ from benchmarks.simulate_world import BLOCK, Load, Shape
 from shared.engine.span import Span
 from shared.errors import ConfigError
 
-WEIGHTS = dict(zip(PARTS, (0.04, 0.02, 0.004, 0.003, 0.001, 0.0005, 0.0005, 1e-6, 2e-7), strict=True))
+WEIGHTS = dict(zip(PARTS, (0.04, 0.004, 0.003, 0.001, 0.0005, 0.0005, 1e-6, 2e-7), strict=True))
 COSTS = Costs(WEIGHTS, 0.1, 2, 737_280, 0.002, 0.01, 0.004, 0.0015, 0.7)
 
 
