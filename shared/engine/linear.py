@@ -80,13 +80,14 @@ def choose(measured: Mapping[int, Times]) -> Choice:
 
     limits = [following - 1 for following in _ROWS[1:]] + [_ROWS[-1]]
     best = min(limits, key=stored)
-    choices = {Choice("stored", best if best > 1 else 0): stored(best)}
+    weight_first = best if best > 1 else 0
+    choices = {Choice("stored", weight_first): stored(best)}
 
     def has(way: str) -> bool:
         return all((way, _ROWS[0]) in times for times in measured.values())
 
     if has("columns"):
-        choices[Choice("columns", best if best > 1 else 0)] = _DEARER["columns"] * cost(lambda rows: "columns")
+        choices[Choice("columns", weight_first)] = _DEARER["columns"] * cost(lambda rows: "columns")
     if has("packed"):
         choices[Choice("packed")] = _DEARER["packed"] * cost(lambda rows: "packed")
     if has("padded"):
